@@ -1,6 +1,15 @@
 """Views turn a record into a document: text, a picture, or the report. One view per file, one table.
 
-The command line and the tests read the table: `penstock show FILE --view NAME` draws any of its views.
+The command line and the tests read the table: `penstock show FILE --view NAME` draws any of its views. Files:
+
+    base.py                                  View and RichView, and the records that views take
+    palette.py, drawing.py, bars.py          colours; shapes and SVG or PNG files of them; passes as bars of a timeline
+    condense.py                              a graph with repeated parts merged, for views of models
+    terminal.py, timeline.py, memory.py, chrome.py, table.py     views of traces
+    outline.py, cuts.py, model.py            views of graphs and partitions
+    profile.py                               the view of profiles
+    report/                                  the HTML report of a plan or run
+    emit.py                                  a plan as the configuration of another training framework; not a view
 """
 
 from typing import Any

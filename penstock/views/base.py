@@ -13,8 +13,11 @@ from penstock.ir import Graph, Partition, Trace, printable
 Document = TypeVar("Document", str, bytes, str | bytes)
 Subject = TypeVar("Subject")
 Traces: TypeAlias = "Trace | Mapping[str, Trace]"
+"""the subject of views of traces: one trace, or several by name"""
 Staged: TypeAlias = "Graph | tuple[Graph, Partition]"
+"""the subject of views of graphs: a graph, which is then one stage, or a graph and its stages"""
 MAX_NAME = 80
+"""characters of a name that is shown"""
 
 
 class View(ABC, Generic[Subject, Document]):

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     @property
     def is_glue(self) -> bool:
-        """Whether it consists of functions between modules."""
+        """Whether it consists of functions between modules: code of the model's own forward."""
         return self.times == 1 and not any(map(is_block, self.nodes))
 
     @property
@@ -104,11 +104,13 @@ class CondensedGraph:
         parts = [Part((node,), partition.stage_of(node.name)) for node in graph.nodes]
         # Parts that depend on inputs only run on every stage that reads them, so they are in no stage's sequence and
         # are grouped on their own.
-        free = [part for part in parts if part.from_inputs]
+        input_only = [part for part in parts if part.from_inputs]
         others = sorted((part for part in parts if not part.from_inputs), key=lambda part: part.stage)
         if collapse:
-            free, others = (_collapse_runs(_group_functions(side, graph), graph, collapse) for side in (free, others))
-        return cls(graph, partition, _interleave(graph, free, others))
+            input_only, others = (
+                _collapse_runs(_group_functions(side, graph), graph, collapse) for side in (input_only, others)
+            )
+        return cls(graph, partition, _interleave(graph, input_only, others))
 
     @property
     def outputs(self) -> int:
@@ -215,7 +217,7 @@ def _group_functions(parts: Iterable[Part], graph: Graph) -> list[Part]:
     return merged
 
 
-def _interleave(graph: Graph, free: Sequence[Part], others: Sequence[Part]) -> tuple[Part, ...]:
+def _interleave(graph: Graph, input_only: Sequence[Part], others: Sequence[Part]) -> tuple[Part, ...]:
     """All parts, with those that depend on inputs only right before their first reader."""
     place = {node.name: number for number, part in enumerate(others) for node in part.nodes}
     first_reader: dict[str, int] = {}
@@ -227,7 +229,7 @@ def _interleave(graph: Graph, free: Sequence[Part], others: Sequence[Part]) -> t
                 maker = graph.makers[value].name
                 first_reader[maker] = min(reader, first_reader.get(maker, reader))
     last = len(others)
-    keyed = [((min(first_reader.get(node.name, last) for node in part.nodes), 0), part) for part in free]
+    keyed = [((min(first_reader.get(node.name, last) for node in part.nodes), 0), part) for part in input_only]
     keyed += [((number, 1), part) for number, part in enumerate(others)]
     return tuple(part for _, part in sorted(keyed, key=lambda pair: pair[0]))
 

@@ -108,7 +108,7 @@ def cut_beginning(text: str, size: float, width: float) -> str:
 
 
 def check_format(image_format: str, scale: float) -> None:
-    """Raise ViewError for options that `image` cannot follow."""
+    """Raise ViewError for a format or scale that `image` does not support."""
     if image_format not in ("svg", "png"):
         raise ViewError("format must be svg or png", format=repr(image_format))
     check_positive(scale=scale)
@@ -121,6 +121,7 @@ def image(drawing: Drawing, title: str, image_format: Format, scale: float) -> s
 
 # ------------------------------------------------------------------------------------------------ plots of traces
 
+# Pixels: around a panel, for the title above it and the axis below it; font sizes.
 MARGIN = 14.0
 TITLE = 42.0
 AXIS = 26.0
@@ -196,13 +197,13 @@ def draw_frame(panel: Panel, name: str, trace: Trace) -> Drawing:
     end, height = panel.at(trace.makespan) - panel.x, panel.row - panel.gap
     rows = tuple(Box(panel.x, panel.top(rank) + panel.gap / 2, end, height, IDLE) for rank in range(panel.num_ranks))
     program = trace.program
-    figures = f"makespan {seconds_text(trace.makespan)}, bubble {percent_text(trace.bubble)}"
+    metrics = f"makespan {seconds_text(trace.makespan)}, bubble {percent_text(trace.bubble)}"
     counts = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
-    if panel.width > text_width(f"{figures}; {counts}", SIZE):
-        figures = f"{figures}; {counts}"
+    if panel.width > text_width(f"{metrics}; {counts}", SIZE):
+        metrics = f"{metrics}; {counts}"
     labels = [
         Label(panel.x, panel.y - 31, cut_end(name or "timeline", 14, panel.width), INK, 14),
-        Label(panel.x, panel.y - 13, cut_end(figures, SIZE, panel.width), FAINT, SIZE),
+        Label(panel.x, panel.y - 13, cut_end(metrics, SIZE, panel.width), FAINT, SIZE),
     ]
     # Rows lower than a text are labelled at intervals.
     every = max(1, int(np.ceil((LEAST_LABEL + 2) / panel.row)))

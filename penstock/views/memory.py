@@ -26,14 +26,14 @@ from penstock.views.drawing import (
     image,
     place_panels,
 )
-from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
+from penstock.views.palette import ALARM, FAINT, INK, KIND_COLORS, PAPER, RULE, mix
 
 ROW, LEAST_ROW, PANEL_HEIGHT = 52.0, 9.0, 900.0
 PEAKS = 78.0
 """pixels at the right for the peaks"""
 HEADROOM = 1.08
 SLICE = 2.0
-LINE = KINDS[Kind.FORWARD]
+LINE = KIND_COLORS[Kind.FORWARD]
 GROUND = mix(LINE, PAPER, 0.55)
 """lighter than every shade of a pass, as the report maps the two to different dark colours"""
 

@@ -25,7 +25,7 @@ from penstock.views.drawing import (
     svg_document,
     text_width,
 )
-from penstock.views.palette import FAINT, IDLE, INK, MARK, PAPER, RULE, STAGES, mix, stage_color
+from penstock.views.palette import FAINT, IDLE, INK, MARK, PAPER, RULE, STAGE_COLORS, mix, stage_color
 
 MARGIN, TOP = 14.0, 62.0
 SIZE, SMALL = 11.0, 9.5
@@ -227,7 +227,7 @@ class _Layout:
         if place != self.condensed.outputs:
             part = self.condensed.parts[place]
             border = stage_color(part.stage, 0.3)
-            boxes = [box._replace(tip=self._tip(part))]
+            boxes = [box._replace(tip=self._tooltip(part))]
             if part.times > 1:
                 edges = Box(box.x + 8, bottom, box.width - 16, STACK, border)
                 boxes += [edges, Box(box.x + 4, bottom, box.width - 8, STACK / 2, stage_color(part.stage, 0.45))]
@@ -244,7 +244,7 @@ class _Layout:
         return Drawing(boxes=tuple(boxes), labels=tuple(labels)).with_parts(outline, *arrows)
 
     def _draw_straight(self, above: int, below: int) -> Drawing:
-        """The arrow from one box to the next, if there is anything to carry."""
+        """The arrow from one box to the next, if the next part reads a value of it."""
         if below not in self.straight:
             return Drawing()
         upper, lower = self.boxes[above], self.boxes[below]
@@ -260,7 +260,7 @@ class _Layout:
         """A line in a lane at the right from the source to all targets, in the colour of the source's stage."""
         source = self.boxes[skip.source]
         stage = self.condensed.parts[skip.source].stage
-        color = mix(STAGES[stage % len(STAGES)], MARK, 0.2) if self.has_stages else ARROW_COLOR
+        color = mix(STAGE_COLORS[stage % len(STAGE_COLORS)], MARK, 0.2) if self.has_stages else ARROW_COLOR
         leaving = self._skips_at(skip.source)[1]
         # Leaving lines start at the bottom of a box, with room for their labels; entering ones end at its top.
         y = source.y + source.height - 4 - 12 * (len(leaving) - 1 - leaving.index(skip))
@@ -272,7 +272,7 @@ class _Layout:
         line = _branch((source.x + source.width, y), self.lanes_x + self.lane * lane, ends, color)
         return line.with_parts(Drawing(labels=(label,)))
 
-    def _tip(self, part: Part) -> str:
+    def _tooltip(self, part: Part) -> str:
         """The tooltip of a box."""
         reads = listed([short_name(name) for node in part.first for name in node.reads], MAX_NAMES)
         made = [f"{short_name(value.name)}: {value.spec}" for node in part.last for value in node.makes]

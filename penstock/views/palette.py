@@ -5,7 +5,7 @@ Hues follow Okabe and Ito's set; kinds differ in lightness as well. The later st
 
 from penstock.ir import Kind
 
-KINDS = {
+KIND_COLORS = {
     Kind.FORWARD: "#1f5fa8",
     Kind.BACKWARD: "#e69f00",
     Kind.INPUT_GRAD: "#d55e00",
@@ -14,26 +14,26 @@ KINDS = {
     Kind.UNSHARD: "#8a6fb0",
     Kind.RESHARD: "#8a6fb0",
 }
-STAGES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
-IDLE = "#eef0f3"
-INK = "#1b1f24"
-FAINT = "#6b7280"
-RULE = "#c3c8cf"
-PAPER = "#ffffff"
-MARK = "#000000"
-ALARM = "#b00020"
-LIGHTEST = 0.45
+STAGE_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
+IDLE = "#eef0f3"  # time without a pass
+INK = "#1b1f24"  # text
+FAINT = "#6b7280"  # secondary text
+RULE = "#c3c8cf"  # axes and borders
+PAPER = "#ffffff"  # the background
+MARK = "#000000"  # the critical path, and text on light colours
+ALARM = "#b00020"  # memory above its limit
+LIGHTEST = 0.45  # share of PAPER in the colour of the last stage of a rank
 
 
 def fill(kind: int, chunk: int, num_chunks: int) -> str:
     """The colour of a pass; `chunk` is the position of its stage among the `num_chunks` stages of its rank."""
     share = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
-    return mix(KINDS[Kind(kind)], PAPER, share)
+    return mix(KIND_COLORS[Kind(kind)], PAPER, share)
 
 
 def stage_color(stage: int, lightness: float) -> str:
-    """The hue of a stage, mixed with paper; the hues repeat, and neighbours differ."""
-    return mix(STAGES[stage % len(STAGES)], PAPER, lightness)
+    """The colour of a stage, mixed with PAPER; colours repeat after len(STAGE_COLORS) stages."""
+    return mix(STAGE_COLORS[stage % len(STAGE_COLORS)], PAPER, lightness)
 
 
 def mix(one: str, other: str, share: float) -> str:

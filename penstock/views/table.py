@@ -114,10 +114,10 @@ class Table(RichView[Traces]):
         return self._table(traces).rich()
 
     def _table(self, traces: Traces) -> TextTable:
-        figures = {name: summary(trace) for name, trace in traces_by_name(traces).items()}
-        has_bytes = any(each.peak_bytes for each in figures.values())
+        metrics = {name: summary(trace) for name, trace in traces_by_name(traces).items()}
+        has_bytes = any(each.peak_bytes for each in metrics.values())
         columns = {name: text for name, text in _COLUMNS.items() if has_bytes or name != "peak"}
-        rows = tuple((name, *(text(each) for text in columns.values())) for name, each in figures.items())
+        rows = tuple((name, *(text(each) for text in columns.values())) for name, each in metrics.items())
         return TextTable(("trace", *columns), rows)
 
 

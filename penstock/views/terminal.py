@@ -17,11 +17,11 @@ from rich.text import Text
 
 from penstock.ir import Trace, percent_text, seconds_text
 from penstock.views import palette
+from penstock.views.bars import LETTERS, ROUNDING, WORDS, Bars
 from penstock.views.base import RichView, Traces, check_positive, printed, traces_by_name
-from penstock.views.blocks import LETTERS, ROUNDING, WORDS, Blocks
 
 IDLE = -1
-"""no block, in a grid of blocks"""
+"""in a grid of indices of bars: no bar"""
 MAX_STEPS_PER_PASS = 8
 _IDLE_STYLE = Style(bgcolor="#3a3f46")
 
@@ -59,59 +59,59 @@ class Screen:
         for place, (name, trace) in enumerate(self.traces):
             if place:
                 yield Text()
-            for line in _lines(name, Blocks.of(trace), options.max_width, colored):
+            for line in _lines(name, Bars.of(trace), options.max_width, colored):
                 line.no_wrap, line.overflow = True, "crop"
                 line.truncate(options.max_width)
                 yield line
 
 
-def _lines(name: str, blocks: Blocks, width: int, colored: bool) -> Iterator[Text]:
-    digits = len(str(blocks.trace.num_ranks - 1))
+def _lines(name: str, bars: Bars, width: int, colored: bool) -> Iterator[Text]:
+    digits = len(str(bars.trace.num_ranks - 1))
     room = max(1, width - len("rank  ") - digits)
     # A common step gets as many characters as its label and a blank need, or the most that fit.
-    step = least = (blocks.trace.makespan or 1.0) / room
-    common = common_step(blocks)
+    step = least = (bars.trace.makespan or 1.0) / room
+    common = common_step(bars)
     if common is not None and common >= least:
-        label = max(map(len, blocks.labels), default=1) + 1
+        label = max(map(len, bars.labels), default=1) + 1
         step = common / min(label, int(common / least * (1 + 1e-9)))
     # A last step that is filled by less than half gets no character.
-    columns = min(room, max(1, int(float(blocks.end.max(initial=0.0)) / step + 0.5)))
-    lengths = blocks.end - blocks.start
+    columns = min(room, max(1, int(float(bars.end.max(initial=0.0)) / step + 0.5)))
+    lengths = bars.end - bars.start
     is_dense = bool(len(lengths)) and float(np.median(lengths)) < step
     # With several passes per character, the largest of each would hide all shorter kinds.
-    rows = (_proportional_cells if is_dense else _largest_cells)(blocks, step, columns).tolist()
-    figures = f"makespan {seconds_text(blocks.trace.makespan)}, bubble {percent_text(blocks.trace.bubble)}"
+    rows = (_proportional_cells if is_dense else _largest_cells)(bars, step, columns).tolist()
+    metrics = f"makespan {seconds_text(bars.trace.makespan)}, bubble {percent_text(bars.trace.bubble)}"
     note = f"; a letter is {seconds_text(step, 2)}" if is_dense else ""
-    yield Text(f"{name}: {figures}{note}" if name else f"{figures}{note}", Style(bold=True))
-    for rank in range(blocks.trace.num_ranks):
-        yield Text(f"rank {rank:>{digits}} ").append_text(_row(blocks, rows[2 * rank], colored, is_dense))
-        if blocks.has_pairs:
-            second = _row(blocks, rows[2 * rank + 1], colored, is_dense, is_second=True)
+    yield Text(f"{name}: {metrics}{note}" if name else f"{metrics}{note}", Style(bold=True))
+    for rank in range(bars.trace.num_ranks):
+        yield Text(f"rank {rank:>{digits}} ").append_text(_row(bars, rows[2 * rank], colored, is_dense))
+        if bars.has_pairs:
+            second = _row(bars, rows[2 * rank + 1], colored, is_dense, is_second=True)
             yield Text(" " * (6 + digits)).append_text(second)
     legend = Text()
-    for kind in blocks.kinds:
+    for kind in bars.kinds:
         legend.append(f" {LETTERS[kind]} ", _style(palette.fill(kind, 0, 1)) if colored else None)
         legend.append(f"{' ' if colored else ''}{WORDS[kind]} ")
-    if blocks.num_chunks > 1 and colored:
-        for chunk in range(min(blocks.num_chunks, 8)):
-            legend.append("  ", _style(palette.fill(blocks.kinds[0], chunk, blocks.num_chunks)))
+    if bars.num_chunks > 1 and colored:
+        for chunk in range(min(bars.num_chunks, 8)):
+            legend.append("  ", _style(palette.fill(bars.kinds[0], chunk, bars.num_chunks)))
         legend.append(" first to last stage of a rank")
     yield legend
 
 
-def common_step(blocks: Blocks) -> float | None:
+def common_step(bars: Bars) -> float | None:
     """The largest step of which every start and end is a multiple, such as the second of a schedule with unit costs.
 
     None if there is none, or if the shortest pass would fill more than MAX_STEPS_PER_PASS of them.
     """
-    lengths = blocks.end - blocks.start
-    makespan = float(blocks.end.max(initial=0.0))
+    lengths = bars.end - bars.start
+    makespan = float(bars.end.max(initial=0.0))
     tolerance = ROUNDING * makespan
     if makespan <= 0 or not (lengths > tolerance).any():
         return None
     least = float(lengths[lengths > tolerance].min()) / MAX_STEPS_PER_PASS
     step = makespan
-    for moment in np.unique(np.concatenate((lengths, blocks.start, blocks.end))).tolist():
+    for moment in np.unique(np.concatenate((lengths, bars.start, bars.end))).tolist():
         # Euclid's algorithm, with remainders within the tolerance of 0 or of the divisor taken as 0.
         while moment > tolerance:
             step, moment = moment, step % moment
@@ -121,28 +121,28 @@ def common_step(blocks: Blocks) -> float | None:
     return makespan / round(makespan / step)
 
 
-def _largest_cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
-    """Per row and step the block that fills most of it, or IDLE where most of it is idle."""
-    owner, row, column, filled = blocks.coverage(step, columns)
+def _largest_cells(bars: Bars, step: float, columns: int) -> NDArray[np.int64]:
+    """Per row and step the bar that fills most of it, or IDLE where most of it is idle."""
+    owner, row, column, filled = bars.coverage(step, columns)
     place = row * columns + column
-    total = np.bincount(place, filled, minlength=2 * blocks.trace.num_ranks * columns)
+    total = np.bincount(place, filled, minlength=2 * bars.trace.num_ranks * columns)
     grid = np.full(len(total), IDLE, dtype=np.int64)
     # Of several assignments to one place the last one stays: the largest, or of equals the first in the program.
     sequence = np.lexsort((-owner, filled))
     grid[place[sequence]] = owner[sequence]
     grid[total < step / 2] = IDLE
-    return grid.reshape(2 * blocks.trace.num_ranks, columns)
+    return grid.reshape(2 * bars.trace.num_ranks, columns)
 
 
-def _proportional_cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
+def _proportional_cells(bars: Bars, step: float, columns: int) -> NDArray[np.int64]:
     """The same rows for steps longer than passes: every kind of every stage fills cells in proportion to its time.
 
     Along a row, each kind and idle time accumulate their share of every cell; the cell shows the largest sum, which
     is then reduced by one cell.
     """
-    colors, color_of = np.unique(blocks.passes.kind * blocks.num_chunks + blocks.chunk, return_inverse=True)
-    owner, row, column, filled = blocks.coverage(step, columns)
-    shape = (2 * blocks.trace.num_ranks, columns, len(colors))
+    colors, color_of = np.unique(bars.passes.kind * bars.num_chunks + bars.chunk, return_inverse=True)
+    owner, row, column, filled = bars.coverage(step, columns)
+    shape = (2 * bars.trace.num_ranks, columns, len(colors))
     place = np.ravel_multi_index((row, column, color_of[owner]), shape)
     shares = np.bincount(place, filled / step, int(np.prod(shape))).reshape(shape)
     shares = np.concatenate((shares, np.maximum(0.0, 1.0 - shares.sum(axis=2, keepdims=True))), axis=2)
@@ -158,24 +158,24 @@ def _proportional_cells(blocks: Blocks, step: float, columns: int) -> NDArray[np
     return grid
 
 
-def _row(blocks: Blocks, row: list[int], colored: bool, is_dense: bool, is_second: bool = False) -> Text:
+def _row(bars: Bars, row: list[int], colored: bool, is_dense: bool, is_second: bool = False) -> Text:
     """One line: per pass a stretch of its colour with its name, or in a dense row one letter per character."""
     text = Text()
-    for block, run in groupby(row):
+    for bar, run in groupby(row):
         length = len(list(run))
-        if block == IDLE:
+        if bar == IDLE:
             blank = " " if is_second or colored else "."
             text.append(blank * length, _IDLE_STYLE if colored and not is_second else None)
             continue
-        short = blocks.short_labels[block]
+        short = bars.short_labels[bar]
         if is_dense:
             written = short[0] * length
         else:
             # Colours show the kind, so a single character can be the last digit of the microbatch.
-            names = (blocks.labels[block], short, short[-1] if colored else short[0])
+            names = (bars.labels[bar], short, short[-1] if colored else short[0])
             label = next(name for name in names if len(name) <= length or len(name) == 1)
             written = label.ljust(length, " " if colored else "-")
-        color = palette.fill(int(blocks.passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
+        color = palette.fill(int(bars.passes.kind[bar]), int(bars.chunk[bar]), bars.num_chunks)
         text.append(written, _style(color) if colored else None)
     return text
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir import COMPUTE_KINDS, Kind, Span, Trace, critical_path, seconds_text
+from penstock.views.bars import LOWER, UPPER, WHOLE, WORDS, Bars
 from penstock.views.base import Traces, View, check_positive, traces_by_name
-from penstock.views.blocks import LOWER, UPPER, WHOLE, WORDS, Blocks
 from penstock.views.drawing import (
     LEAST_LABEL,
     MARGIN,
@@ -44,6 +44,7 @@ MIN_WIDTH = 1.5
 SLICE = 3.0
 """pixels of time that merged passes share at least"""
 MARK_LANE, LEAST_MARKED_ROW, MARKED_BELOW, MARK_SPACE = 10.0, 8.0, 8.0, 9.0
+"""pixels: of marks above a row, of the lowest row with marks, of the widest bar that needs a mark, between marks"""
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ class Timeline(View[Traces, str | bytes]):
         narrower than MIN_WIDTH pixels, unless `merge_narrow` is False.
         """
         shown = traces_by_name(traces)
-        blocks = [Blocks.of(trace) for trace in shown.values()]
+        bars = [Bars.of(trace) for trace in shown.values()]
         most = max(trace.num_ranks for trace in shown.values())
-        row = max(LEAST_ROW, min(ROW * (PAIR if any(b.has_pairs for b in blocks) else 1.0), PANEL_HEIGHT / most))
+        row = max(LEAST_ROW, min(ROW * (PAIR if any(b.has_pairs for b in bars) else 1.0), PANEL_HEIGHT / most))
         panels, height = place_panels(list(shown.values()), self.width, self.columns, row)
         merged, marked = [], []
-        for content, panel in zip(blocks, panels, strict=True):
+        for content, panel in zip(bars, panels, strict=True):
             # The median width of a box, in pixels.
             has_width = len(content) and panel.seconds
             width = float(np.median(content.end - content.start)) * panel.width / panel.seconds if has_width else 0.0
@@ -99,7 +100,7 @@ class Timeline(View[Traces, str | bytes]):
         if any(marked):
             panels, height = place_panels(list(shown.values()), self.width, self.columns, row, lane=MARK_LANE)
         parts = []
-        for place, (panel, name, content) in enumerate(zip(panels, shown, blocks, strict=True)):
+        for place, (panel, name, content) in enumerate(zip(panels, shown, bars, strict=True)):
             parts.append(draw_frame(panel, name, content.trace))
             parts.append(_merged_boxes(content, panel) if merged[place] else _boxes(content, panel))
             if marked[place]:
@@ -113,13 +114,13 @@ class Timeline(View[Traces, str | bytes]):
                     for rank, seconds in ((first, item.start), (last, item.end)):
                         points.append((panel.at(seconds), panel.top(rank) + panel.row - panel.gap / 2))
                 parts.append(Drawing(lines=(Line(tuple(points), MARK, 2),) if points else ()))
-        legend, end = self._legend(blocks, height, self.critical and not all(merged), any(merged))
+        legend, end = self._legend(bars, height, self.critical and not all(merged), any(merged))
         return Drawing(self.width, end).with_parts(*parts, legend)
 
-    def _legend(self, blocks: list[Blocks], y: float, has_path: bool, is_merged: bool) -> tuple[Drawing, float]:
+    def _legend(self, bars: list[Bars], y: float, has_path: bool, is_merged: bool) -> tuple[Drawing, float]:
         """The legend from height y on, in as many lines as it needs, and the height below it."""
-        kinds = [kind for kind in WORDS if any(kind in content.kinds for content in blocks)]
-        chunks = max(content.num_chunks for content in blocks)
+        kinds = [kind for kind in WORDS if any(kind in content.kinds for content in bars)]
+        chunks = max(content.num_chunks for content in bars)
         entries: list[tuple[tuple[str, ...], str]] = [((fill(kind, 0, 1),), WORDS[kind]) for kind in kinds]
         if chunks > 1:
             shades = tuple(fill(kinds[0] if kinds else Kind.FORWARD, c, chunks) for c in range(min(chunks, 8)))
@@ -149,28 +150,28 @@ class Timeline(View[Traces, str | bytes]):
 # ------------------------------------------------------------------------------------------------ a box per pass
 
 
-def _boxes(blocks: Blocks, panel: Panel) -> Drawing:
-    """A box per block, with the text that fits into it."""
-    passes, placed = blocks.passes, []
-    for block, (rank, half) in enumerate(zip(blocks.rank.tolist(), blocks.half.tolist(), strict=True)):
-        start, end = float(blocks.start[block]), float(blocks.end[block])
+def _boxes(bars: Bars, panel: Panel) -> Drawing:
+    """A box per bar, with the text that fits into it."""
+    passes, placed = bars.passes, []
+    for bar, (rank, half) in enumerate(zip(bars.rank.tolist(), bars.half.tolist(), strict=True)):
+        start, end = float(bars.start[bar]), float(bars.end[bar])
         left, right = panel.at(start), panel.at(end)
         height = (panel.row - panel.gap) / (1 if half == WHOLE else 2)
         top = panel.top(rank) + panel.gap / 2 + (height if half == LOWER else 0.0)
-        color = fill(int(passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
+        color = fill(int(passes.kind[bar]), int(bars.chunk[bar]), bars.num_chunks)
         tip = ""
-        if len(blocks) <= MAX_TIPS:
-            what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}"
-            where = f"microbatch {passes.microbatch[block]}, rank {rank}"
+        if len(bars) <= MAX_TIPS:
+            what = f"{WORDS[Kind(int(passes.kind[bar]))]} of stage {passes.stage[bar]}"
+            where = f"microbatch {passes.microbatch[bar]}, rank {rank}"
             tip = f"{what}, {where}: {seconds_text(start)} to {seconds_text(end)}"
-        # A hairline of background separates neighbours of one colour; a block of no length stays visible.
+        # A hairline of background separates neighbours of one colour; a bar of no length stays visible.
         width = max(0.8, right - left - (0.8 if right - left > 4 else 0.0))
         placed.append(Box(left, top, width, height - (0.6 if half == UPPER else 0.0), color, tip))
     # The stage is written where it fits into three of four boxes: a mixture would be read wrongly.
-    fitting = sum(_font_size(box, label) > 0 for box, label in zip(placed, blocks.labels, strict=True))
-    texts: Sequence[str] = blocks.labels
+    fitting = sum(_font_size(box, label) > 0 for box, label in zip(placed, bars.labels, strict=True))
+    texts: Sequence[str] = bars.labels
     if 4 * fitting < 3 * len(placed):
-        pairs = zip(placed, blocks.short_labels, strict=True)
+        pairs = zip(placed, bars.short_labels, strict=True)
         texts = [label if _font_size(box, label) else label[1:] for box, label in pairs]
     labels = [
         Label(box.x + box.width / 2, box.y + box.height / 2, text, text_on(box.fill), size, "middle")
@@ -189,21 +190,21 @@ def _font_size(box: Box, text: str) -> float:
 # ---------------------------------------------------------------------------------- marks above boxes without text
 
 
-def _marks(blocks: Blocks, panel: Panel) -> Drawing:
+def _marks(bars: Bars, panel: Panel) -> Drawing:
     """A stroke and the text of some passes, above the point where each starts.
 
     There is no room for all. Passes of rounder microbatches (0, 32, 16, 48, 8 ...) are placed before the others.
     """
-    microbatch = blocks.passes.microbatch
+    microbatch = bars.passes.microbatch
     # The largest power of 2 that divides the microbatch.
     roundness = np.where(microbatch > 0, microbatch & -microbatch, np.iinfo(np.int64).max)
-    passes = np.flatnonzero(np.isin(blocks.passes.kind, COMPUTE_KINDS))
-    sequence = passes[np.lexsort((blocks.start[passes], -roundness[passes]))]
+    passes = np.flatnonzero(np.isin(bars.passes.kind, COMPUTE_KINDS))
+    sequence = passes[np.lexsort((bars.start[passes], -roundness[passes]))]
     taken: list[list[tuple[float, float]]] = [[] for _ in range(panel.num_ranks)]
     lines, labels = [], []
-    for block in sequence.tolist():
-        rank, text = int(blocks.rank[block]), blocks.labels[block]
-        left = panel.at(float(blocks.start[block]))
+    for bar in sequence.tolist():
+        rank, text = int(bars.rank[bar]), bars.labels[bar]
+        left = panel.at(float(bars.start[bar]))
         right = left + text_width(text, LEAST_LABEL) + MARK_SPACE
         # `taken` is sorted, so only the neighbours can be in the way.
         place, row = bisect_left(taken[rank], (left, right)), taken[rank]
@@ -219,19 +220,19 @@ def _marks(blocks: Blocks, panel: Panel) -> Drawing:
 # ----------------------------------------------------------------------------------- merged passes of a long trace
 
 
-def _merged_boxes(blocks: Blocks, panel: Panel) -> Drawing:
+def _merged_boxes(bars: Bars, panel: Panel) -> Drawing:
     """Time in slices of whole pixels; in a slice the height of a colour is its share of the rank's time.
 
     The number of boxes stays below about MAX_BOXES (2 MB of SVG) however long the trace is.
     """
-    colors, color_of = np.unique(blocks.passes.kind * blocks.num_chunks + blocks.chunk, return_inverse=True)
-    pairs = (divmod(color, blocks.num_chunks) for color in colors.tolist())
-    fills = [fill(kind, chunk, blocks.num_chunks) for kind, chunk in pairs]
+    colors, color_of = np.unique(bars.passes.kind * bars.num_chunks + bars.chunk, return_inverse=True)
+    pairs = (divmod(color, bars.num_chunks) for color in colors.tolist())
+    fills = [fill(kind, chunk, bars.num_chunks) for kind, chunk in pairs]
     pixels = int(np.ceil(max(SLICE, panel.width * len(colors) * panel.num_ranks / MAX_BOXES)))
     step, slices = panel.seconds * pixels / panel.width, int(np.ceil(panel.width / pixels))
 
-    owner, row, column, filled = blocks.coverage(step, slices)
-    weight = np.where(blocks.half[owner] == WHOLE, 1.0, 0.5)
+    owner, row, column, filled = bars.coverage(step, slices)
+    weight = np.where(bars.half[owner] == WHOLE, 1.0, 0.5)
     shape = (panel.num_ranks, slices, len(colors))
     place = np.ravel_multi_index((row // 2, column, color_of[owner]), shape)
     shares = np.minimum(np.bincount(place, filled * weight / step, int(np.prod(shape))), 1.0).reshape(shape)

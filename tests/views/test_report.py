@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import ViewError
 from penstock.ir import Cluster, Kind, StepMetrics
 from penstock.views import Contents, Report
-from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast, fill, text_on
+from penstock.views.palette import FAINT, INK, KIND_COLORS, PAPER, STAGE_COLORS, contrast, fill, text_on
 from penstock.views.report import MAX_BYTES
 from penstock.views.report.charts import DARK_PAPER, dark, stage_hues
 from tests.views.reports import contents, planned
@@ -223,12 +223,12 @@ def test_contents_that_do_not_belong_together_are_refused() -> None:
         Report()(planned())
 
 
-@pytest.mark.parametrize("color", [*KINDS.values(), *STAGES])
+@pytest.mark.parametrize("color", [*KIND_COLORS.values(), *STAGE_COLORS])
 def test_shapes_are_visible_on_dark_paper(color: str) -> None:
     assert contrast(dark(color), DARK_PAPER) >= 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KIND_COLORS)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 def test_the_text_of_a_pass_is_readable_on_light_and_on_dark_paper(kind: Kind, chunks: int) -> None:
     for color in (fill(kind, chunk, chunks) for chunk in range(chunks)):

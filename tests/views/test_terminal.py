@@ -9,7 +9,7 @@ from rich.style import Style
 
 from penstock.ir import StageCosts, Trace
 from penstock.views import Terminal
-from penstock.views.palette import KINDS, channels
+from penstock.views.palette import KIND_COLORS, channels
 from tests.views.samples import PAIR, TWO_RANKS, VEE, jittered, named, run, standing_still
 
 
@@ -83,7 +83,7 @@ def test_a_trace_without_a_useful_common_step_fills_the_width(trace: Trace) -> N
 
 def test_colours_are_those_of_the_kinds() -> None:
     Style._add.cache_clear()  # rich keeps the codes of sums of styles from the first console that showed them
-    red, green, blue = channels(next(iter(KINDS.values())))
+    red, green, blue = channels(next(iter(KIND_COLORS.values())))
     assert f"48;2;{red};{green};{blue}" in Terminal()(run(TWO_RANKS))
 
 

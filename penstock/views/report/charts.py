@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
 from penstock.ir import Kind, Span, Trace, critical_path, number_text, round_step, seconds_unit
-from penstock.views.blocks import LETTERS, WORDS, Blocks
+from penstock.views.bars import LETTERS, WORDS, Bars
 from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point, rank_label
 from penstock.views.memory import GROUND, Memory
 from penstock.views.palette import (
@@ -19,11 +19,11 @@ from penstock.views.palette import (
     FAINT,
     IDLE,
     INK,
-    KINDS,
+    KIND_COLORS,
     MARK,
     PAPER,
     RULE,
-    STAGES,
+    STAGE_COLORS,
     contrast,
     fill,
     mix,
@@ -43,7 +43,7 @@ def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) 
     found: dict[str, Drawing | None] = {}
     if shown := dict(list(contents.traces.items())[:timelines]):
         # Narrow passes can be seen when the page is enlarged, so they are merged only where they are too many.
-        is_large = sum(len(Blocks.of(trace)) for trace in shown.values()) > MAX_PASSES
+        is_large = sum(len(Bars.of(trace)) for trace in shown.values()) > MAX_PASSES
         found["timeline"] = Timeline(width=width, critical=True).drawing(shown, merge_narrow=is_large)
     with_curves = {n: trace for n, trace in contents.traces.items() if any(curve.peak for curve in trace.memory)}
     if with_memory and with_curves:
@@ -68,7 +68,7 @@ CURVE_WIDTH, CURVE_HEIGHT = 540.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 12.0, 14.0, 30.0
 SIZE = 12.0
 MAX_POINTS = 400
-CURVE = KINDS[Kind.FORWARD]
+CURVE = KIND_COLORS[Kind.FORWARD]
 AREA = mix(CURVE, PAPER, 0.8)
 """below a curve"""
 
@@ -143,7 +143,7 @@ def dark(color: str) -> str:
 
 def stage_hues() -> list[tuple[str, str, str, str]]:
     """The colour of stages on light and on dark paper, each followed by the colour of text on it."""
-    return [(hue, text_on(hue), dark(hue), text_on(dark(hue))) for hue in STAGES]
+    return [(hue, text_on(hue), dark(hue), text_on(dark(hue))) for hue in STAGE_COLORS]
 
 
 def color_rules(drawings: Iterable[Drawing]) -> str:
@@ -244,19 +244,19 @@ def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
     A pass is one number for its kind, stage and microbatch, the ticks since the end of the previous pass on its rank,
     and its own ticks. Traces of one program share the list of their passes.
     """
-    blocks = {name: Blocks.of(trace) for name, trace in traces.items()}
-    if sum(map(len, blocks.values())) > MAX_PASSES:
+    bars = {name: Bars.of(trace) for name, trace in traces.items()}
+    if sum(map(len, bars.values())) > MAX_PASSES:
         return None
-    first = next(iter(blocks.values()))
+    first = next(iter(bars.values()))
     tick = max(trace.makespan for trace in traces.values()) / TICKS or 1.0
-    kinds = tuple(dict.fromkeys(kind for content in blocks.values() for kind in content.kinds))
+    kinds = tuple(dict.fromkeys(kind for content in bars.values() for kind in content.kinds))
     fills = [[fill(kind, chunk, first.num_chunks) for chunk in range(first.num_chunks)] for kind in kinds]
     sizes = (first.trace.program.num_stages, max(trace.program.num_microbatches for trace in traces.values()))
 
     number_of = {int(kind): number for number, kind in enumerate(kinds)}
     shared: NDArray[np.int64] | None = None
     entries = []
-    for name, content in blocks.items():
+    for name, content in bars.items():
         sequence = np.lexsort((content.half, content.start, content.rank))
         entry = _trace_entry(name, content, sequence, tick)
         number = np.asarray([number_of[kind] for kind in content.passes.kind.tolist()], dtype=np.int64)
@@ -278,27 +278,27 @@ def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
     }
 
 
-def _trace_entry(name: str, blocks: Blocks, sequence: NDArray[np.int64], tick: float) -> dict[str, Any]:
-    """One trace; `sequence` orders its blocks by rank and start."""
-    rank = blocks.rank[sequence]
-    start = np.round(blocks.start[sequence] / tick).astype(np.int64)
-    end = np.round(blocks.end[sequence] / tick).astype(np.int64)
+def _trace_entry(name: str, bars: Bars, sequence: NDArray[np.int64], tick: float) -> dict[str, Any]:
+    """One trace; `sequence` orders its bars by rank and start."""
+    rank = bars.rank[sequence]
+    start = np.round(bars.start[sequence] / tick).astype(np.int64)
+    end = np.round(bars.end[sequence] / tick).astype(np.int64)
     # Differences between neighbours are short numbers, which keeps the page small.
     is_first = np.diff(rank, prepend=-1) != 0
     before = np.where(is_first, 0, np.concatenate(([0], end[:-1])))
     # Rank and tick at which each item of the critical path begins, and at which it ends.
     path: list[int] = []
-    for item in critical_path(blocks.trace):
+    for item in critical_path(bars.trace):
         ranks = (item.rank, item.rank) if isinstance(item, Span) else (item.source, item.target)
         path += (ranks[0], round(item.start / tick), ranks[1], round(item.end / tick))
     entry: dict[str, Any] = {
         "name": name,
-        "end": round(blocks.trace.makespan / tick),
-        "counts": np.bincount(rank, minlength=blocks.trace.num_ranks).tolist(),
+        "end": round(bars.trace.makespan / tick),
+        "counts": np.bincount(rank, minlength=bars.trace.num_ranks).tolist(),
         "gaps": (start - before).tolist(),
         "lengths": (end - start).tolist(),
         "path": path,
     }
-    if blocks.has_pairs:
-        entry["halves"] = blocks.half[sequence].tolist()
+    if bars.has_pairs:
+        entry["halves"] = bars.half[sequence].tolist()
     return entry

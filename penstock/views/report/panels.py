@@ -1,4 +1,4 @@
-"""The contents of a report, and its sections that are text: key figures, the model as a bar, idle time, and tables.
+"""The contents of a report, and its sections that are text: key metrics, the model as a bar, idle time, and tables.
 
 `report.html` calls these functions. To add a section, write a function here and a `<section>` there.
 """
@@ -21,7 +21,7 @@ from penstock.ir import (
 )
 from penstock.views.base import short_name
 from penstock.views.condense import CondensedGraph, Part
-from penstock.views.palette import STAGES
+from penstock.views.palette import STAGE_COLORS
 
 MAX_TEXT = 400
 
@@ -37,7 +37,7 @@ class Advice:
     gain: float
     """share of the predicted step time that is saved"""
     note: str = ""
-    """the assumption behind the figure, or the cost of the change"""
+    """the assumption behind the prediction, or the cost of the change"""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _clipped(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
-# ----------------------------------------------------------------------------------------------------- key figures
+# ----------------------------------------------------------------------------------------------------- key metrics
 
 CLOSE, FAR = 0.1, 0.3
 """relative errors of the predicted step time up to which it is good, and up to which it is fair"""
@@ -95,7 +95,7 @@ FULL, NEARLY_FULL = 1.0, 0.9
 
 
 class Card(NamedTuple):
-    """One figure with its name and a note."""
+    """One metric with its name and a note."""
 
     name: str
     value: str
@@ -107,7 +107,7 @@ class Card(NamedTuple):
 
 
 def cards(contents: Contents) -> Iterator[Card]:
-    """The key figures that are known."""
+    """The key metrics that are known."""
     plan, run, predicted = contents.plan, contents.run, contents.plan.predicted
     alone = plan.num_microbatches * (sum(plan.costs.mean("forward")) + sum(plan.costs.mean("backward")))
     is_pipeline = predicted.makespan and plan.num_ranks > 1
@@ -115,7 +115,7 @@ def cards(contents: Contents) -> Iterator[Card]:
     yield Card("predicted step", seconds_text(predicted.makespan, 3), faster)
 
     if run and (whole := run.step_seconds) is not None:
-        # A plan predicts the passes; the optimizer and reading the data come on top.
+        # A plan predicts the passes only; a step also runs the optimizer and reads the data.
         seconds = run.trace.makespan if run.trace is not None else whole
         median = f"median of {counted(max(1, len(run.steps) - 1), 'step')}"
         note, tone = median if run.trace is None else f"with the optimizer {seconds_text(whole, 3)}, {median}", ""
@@ -186,7 +186,7 @@ class Band(NamedTuple):
     @property
     def hue(self) -> int:
         """The index of its colour."""
-        return self.stage % len(STAGES)
+        return self.stage % len(STAGE_COLORS)
 
 
 def model_bar(plan: Plan) -> list[Band]:
@@ -308,7 +308,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             "; ".join(sent[:4]) + ("; …" if len(sent) > 4 else ""),
             short_name(names[0]),
         )
-        rows.append(StageRow(stage % len(STAGES), cells))
+        rows.append(StageRow(stage % len(STAGE_COLORS), cells))
     return rows
 
 

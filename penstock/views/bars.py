@@ -1,4 +1,4 @@
-"""The passes of a trace as columns of rectangles to draw: rank, start, end, colour key and text of each."""
+"""The passes of a trace as the bars of a timeline: arrays of their ranks, starts, ends, colours and texts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +28,12 @@ WORDS = {
 }
 WHOLE, UPPER, LOWER = 0, 1, 2
 ROUNDING = 1e-6
-"""share of a step of time below which two moments count as equal"""
+"""share of a step of time below which two times count as equal"""
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """One row per block, in the order of the program; an overlapped pair makes two blocks of half the height."""
+class Bars:
+    """One row per bar, in the order of the program; an overlapped pair makes two bars of half the height."""
 
     trace: Trace
     passes: Passes
@@ -41,7 +41,7 @@ class Blocks:
     """WHOLE, or UPPER for the forward and LOWER for the backward of an overlapped pair"""
 
     @classmethod
-    def of(cls, trace: Trace) -> "Blocks":
+    def of(cls, trace: Trace) -> "Bars":
         """All passes of a trace, and those of its other stage actions that took time."""
         table = trace.program.table
         found = table.passes
@@ -58,22 +58,22 @@ class Blocks:
 
     @cached_property
     def rank(self) -> NDArray[np.int64]:
-        """The rank of each block."""
+        """The rank of each bar."""
         return self.trace.program.table.rank_of[self.passes.index]
 
     @cached_property
     def start(self) -> NDArray[np.float64]:
-        """The start of each block, in seconds."""
+        """The start of each bar, in seconds."""
         return self.trace.starts.values[self.passes.index]
 
     @cached_property
     def end(self) -> NDArray[np.float64]:
-        """The end of each block, in seconds."""
+        """The end of each bar, in seconds."""
         return self.trace.ends.values[self.passes.index]
 
     @cached_property
     def chunk_of_stage(self) -> NDArray[np.int64]:
-        """Whether a stage is the first (0), second ... of its rank."""
+        """The position of each stage among the stages of its rank: 0 for the first."""
         chunk = np.zeros(self.trace.program.num_stages, dtype=np.int64)
         for stages in self.trace.program.placement.stages:
             chunk[list(stages)] = range(len(stages))
@@ -81,7 +81,7 @@ class Blocks:
 
     @cached_property
     def chunk(self) -> NDArray[np.int64]:
-        """The position of each block's stage among the stages of its rank."""
+        """The position of each bar's stage among the stages of its rank."""
         return self.chunk_of_stage[self.passes.stage]
 
     @property
@@ -101,7 +101,7 @@ class Blocks:
 
     @cached_property
     def short_labels(self) -> tuple[str, ...]:
-        """Kind and microbatch of each block: `F3`."""
+        """Kind and microbatch of each bar: `F3`."""
         columns = zip(self.passes.kind.tolist(), self.passes.microbatch.tolist(), strict=True)
         return tuple(
             f"{LETTERS[Kind(kind)]}{microbatch}" if kind in COMPUTE_KINDS else LETTERS[Kind(kind)]
@@ -119,10 +119,10 @@ class Blocks:
     def coverage(
         self, step: float, columns: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """How blocks fill equal steps of time: per block and step that it touches, four columns.
+        """How bars fill equal steps of time: per bar and step that it touches, four columns.
 
-        These are the block, its row (2r for rank r, 2r + 1 for the lower blocks of its pairs), the step, and the
-        seconds of the step that the block fills.
+        These are the bar, its row (2r for rank r, 2r + 1 for the lower bars of its pairs), the step, and the
+        seconds of the step that the bar fills.
         """
         # A recorded clock may run a little ahead of the start of the step.
         first = np.maximum(np.floor(self.start / step + ROUNDING).astype(np.int64), 0)
