@@ -235,6 +235,7 @@ def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(tidy: Pa
     def meet() -> tuple[Path, list[str]]:
         import atexit
 
+        atexit._clear()  # those of the test process, which this process was forked from, are not to be run here
         del os.environ[STATUS_DIR_VARIABLE]
         directory = shared_status_directory()
         assert shared_status_directory() == directory  # not another one, with a process that removes it
@@ -245,7 +246,7 @@ def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(tidy: Pa
         atexit._run_exitfuncs()  # a forked process leaves without them
         return directory, states
 
-    results = launch(meet, 3)
+    results = launch(meet, 3, timeout=60.0)
     assert len({directory for directory, _ in results}) == 1
     assert results[0][0].parent == tidy
     assert results[2][1] == ["started"] * 3
