@@ -1,7 +1,8 @@
 """vocabulary: what splitting the output layer along a vocabulary of 128k gains over the best plan with a whole one.
 
 The gain is predicted for 8 H100 on 8 nodes, predicted and measured on ranks whose blocks and shards sleep, and
-predicted and measured on two ranks that compute. Both plans are the best that the planner finds.
+predicted and measured on two ranks that compute. Both plans are the best that the planner finds. Models return their
+loss, so that its seconds count in both.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +29,20 @@ _ERROR = 0.05
 _LAYERS, _HEAD, _UNIT = 8, 5, 0.01
 """sleeping blocks, how many of them an output layer is worth, and seconds of a pass: as in a model of 1B parameters"""
 _SLEEPING_WORDS = 64
-_SIZES = Sizes(4, 256, 4, _WORDS, 64, 8, 8)
+_SIZES = Sizes(2, 128, 4, _WORDS, 128, 4, 4)
 LossFn = Callable[[Any, Any], Tensor]
+
+
+class Scored(nn.Sequential):
+    """Blocks that return the loss of their result."""
+
+    def __init__(self, blocks: nn.Sequential, loss_fn: LossFn) -> None:
+        super().__init__(*blocks)
+        self.loss_fn = loss_fn
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        return self.loss_fn(super().forward(x), target)
 
 
 def tables() -> tuple[Table, ...]:
@@ -43,18 +56,16 @@ def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20
     def lines() -> Iterator[Line]:
         sizes = Sizes(16, 2048, 32, _WORDS, 2048, microbatches, microbatches)
         with torch.device("meta"):
-            model = gpt(sizes).to(torch.bfloat16)
+            model = Scored(gpt(sizes), loss).to(torch.bfloat16)
             tokens = torch.zeros(sizes.samples, sizes.length, dtype=torch.long)
         cluster = penstock.Cluster(ranks, memory="80GiB", latency=1e-5, bandwidth=50e9)
         whole, split = (
             penstock.plan(
                 model,
-                (tokens,),
+                (tokens, tokens),
                 ranks=cluster,
                 microbatches=microbatches,
                 device="h100",
-                loss_fn=loss,
-                target=tokens,
                 vocabulary_shards=shards,
                 budget_seconds=budget_seconds,
             )
@@ -71,25 +82,24 @@ def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20
 def sleeping(ranks: int = 4, microbatches: int = 16, times: int = 3, budget_seconds: float = 10.0) -> Table:
     """The gain on sleeping ranks, against the predicted gain."""
     blocks = [SleepingBlock(_UNIT) for _ in range(_LAYERS)]
-    model = nn.Sequential(*blocks, nn.Linear(SIZE, _SLEEPING_WORDS, bias=False))
+    layers = nn.Sequential(*blocks, nn.Linear(SIZE, _SLEEPING_WORDS, bias=False))
+    model = Scored(layers, functional.cross_entropy)
     inputs = torch.ones(microbatches, SIZE), torch.zeros(microbatches, dtype=torch.long)
     title = f"{_LAYERS} sleeping layers and an output layer worth {_HEAD}, {ranks} ranks"
-    loss_fn = functional.cross_entropy
-    return _measured(title, model, inputs, loss_fn, ranks, microbatches, times, budget_seconds, sleeps=True)
+    return _measured(title, model, inputs, ranks, microbatches, times, budget_seconds, sleeps=True)
 
 
 def computing(sizes: Sizes = _SIZES, times: int = 3, budget_seconds: float = 10.0) -> Table:
     """The gain of a GPT on two ranks that compute, against the predicted gain."""
     title = f"a GPT of {sizes.layers} layers, d={sizes.width}, {sizes.vocabulary:,} words, two ranks of one thread"
-    model = gpt(sizes)
-    return _measured(title, model, batch(sizes), loss, 2, sizes.microbatches, times, budget_seconds, sleeps=False)
+    model = Scored(gpt(sizes), loss)
+    return _measured(title, model, batch(sizes), 2, sizes.microbatches, times, budget_seconds, sleeps=False)
 
 
 def _measured(
     title: str,
     model: nn.Module,
     inputs: tuple[Tensor, Tensor],
-    loss_fn: LossFn,
     ranks: int,
     microbatches: int,
     times: int,
@@ -103,17 +113,15 @@ def _measured(
             plans = {
                 name: penstock.plan(
                     model,
-                    inputs[:1],
+                    inputs,
                     ranks=ranks,
                     microbatches=microbatches,
-                    loss_fn=loss_fn,
-                    target=inputs[1],
                     vocabulary_shards=shards,
                     budget_seconds=budget_seconds,
                 )
                 for name, shards in (("whole", None), ("shards", ranks))
             }
-        steps = joined(penstock.launch(_steps, ranks, plans, model, inputs, loss_fn, times, sleeps), tuple(plans))
+        steps = joined(penstock.launch(_steps, ranks, plans, model, inputs, times, sleeps), tuple(plans))
         found = {name: min(step.seconds for step in steps[name]) for name in plans}
         expected = {name: plan.predicted.makespan for name, plan in plans.items()}
         gains = [seconds["whole"] / seconds["shards"] for seconds in (expected, found)]
@@ -131,14 +139,13 @@ def _steps(
     plans: dict[str, penstock.Plan],
     model: nn.Module,
     inputs: tuple[Tensor, Tensor],
-    loss_fn: LossFn,
     times: int,
     sleeps: bool,
 ) -> Any:
     """On one rank: steps of all plans in turn."""
     with sleeping_head() if sleeps else ExitStack():
-        pipes = {name: penstock.Pipeline(model, plan, loss_fn=loss_fn) for name, plan in plans.items()}
-        runs = {name: lambda pipe=pipe: pipe.step(inputs[0], target=inputs[1]) for name, pipe in pipes.items()}
+        pipes = {name: penstock.Pipeline(model, plan) for name, plan in plans.items()}
+        runs = {name: lambda pipe=pipe: pipe.step(*inputs) for name, pipe in pipes.items()}
 
         def forget() -> None:
             for pipe in pipes.values():
