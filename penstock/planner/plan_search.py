@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 from penstock.errors import PartitionError, ScheduleError
@@ -143,8 +143,9 @@ class _Search:
             if nth and not self._seconds_left:
                 break
             cut = replace(layout, partition=partition)
-            # The messages of a given program may not fit other cuts.
-            with suppress(ScheduleError) if plan.program is not None else nullcontext():
+            # Other cuts may have other edges between stages: the messages of a given program may not fit them, and an
+            # order made for branches may deadlock.
+            with suppress(ScheduleError):
                 yield Move(node, source, target, cut.plan(plan.orders, plan.choices.schedule)), cut
 
 
