@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import Environment
-from markupsafe import Markup
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,26 +16,13 @@ from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.planning import example_of, plan_of, schedule_name
 from penstock.capture import Split
 from penstock.errors import PlanError, RunError, ViewError
-from penstock.ir import Plan, Schedule, Trace, as_int, counted, is_finite, write_atomic
+from penstock.ir import Schedule, Trace, as_int, counted, html_page, is_finite, write_atomic
 from penstock.runtime import Result, RunOptions
 from penstock.views import Timeline
 
 LossFn = Callable[[Any, Any], Tensor]
 _LOG = logging.getLogger(__name__)
 _BUILD_HINT = "AutoPipeline(config).build(model, loss_fn=...)"
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>body { margin: 2rem; font-family: sans-serif; } svg { max-width: 100%; height: auto; background: white; }</style>
-</head>
-<body>
-{{ picture }}
-</body>
-</html>
-"""
 
 
 class ParallelizeFnProtocol(Protocol):
@@ -238,7 +223,13 @@ class AutoPipeline:
             depth=config.depth,
             basic_blocks=config.basic_blocks,
         )
-        schedule = TrainingSchedule(_schedule_title(config, plan), pipeline, cache, takes_logits)
+        csv = config.pp_schedule_csv
+        if csv is None:
+            title = schedule_name(config, plan.num_stages)
+        else:
+            # The text of a CSV may be given in place of its path.
+            title = "a CSV" if "\n" in str(csv) else Path(csv).name
+        schedule = TrainingSchedule(title, pipeline, cache, takes_logits)
         self.info = PipelineInfo.of(schedule, parts)
         return self
 
@@ -404,14 +395,6 @@ def _parallelize(function: ParallelizeFnProtocol, config: AutoPipelineConfig, st
         raise PlanError("parallelize_fn must change the stage in place", returned=kind, hint="return nothing")
 
 
-def _schedule_title(config: AutoPipelineConfig, plan: Plan) -> str:
-    """The name of the schedule, or of its CSV file."""
-    given = config.pp_schedule_csv
-    if given is None:
-        return schedule_name(config, plan.num_stages)
-    return "a CSV" if "\n" in str(given) else Path(given).name
-
-
 def _module_names(part: nn.Module) -> list[str]:
     return [name for name, _ in part.named_modules() if name]
 
@@ -427,15 +410,9 @@ def draw_schedule(schedule: Schedule, name: str, path: str | Path) -> None:
     formats: dict[str, Callable[[Trace], str | bytes]] = {
         ".png": lambda trace: Timeline(format="png")({name: trace}),
         ".svg": lambda trace: Timeline()({name: trace}),
-        ".html": lambda trace: _html_page(trace, name),
+        ".html": lambda trace: html_page(name, Timeline()({name: trace})),
     }
     suffix = Path(path).suffix.lower()
     if suffix not in formats:
         raise ViewError("unknown picture format", file=str(path), hint=", ".join(formats))
     write_atomic(path, formats[suffix](simulate(schedule)))  # all ranks may write the same file at once
-
-
-def _html_page(trace: Trace, name: str) -> str:
-    template = Environment(autoescape=True).from_string(_PAGE)
-    # The view escapes the names that it draws.
-    return template.render(title=name, picture=Markup(Timeline()({name: trace})))

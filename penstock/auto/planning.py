@@ -24,11 +24,11 @@ _EXAMPLE_HINT = "build(model, loss_fn=..., args=(batch,)), with a batch like tho
 
 def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, has_loss_fn: bool) -> Plan:
     """The plan as configured. It depends on no measurement, so every rank computes the same one."""
-    given = _schedule_from_csv(config)
+    csv = _schedule_from_csv(config)
     granularity = Granularity(config.depth, config.basic_blocks)
     graph = measured_model(capture(model, example.args, example.kwargs, granularity), has_loss_fn).graph
-    partition = partition_of(config, model, graph, given)
-    schedule = given or schedule_of(config, partition.num_stages)
+    partition = partition_of(config, model, graph, csv)
+    schedule = csv or schedule_of(config, partition.num_stages)
     if partition.num_stages != schedule.num_stages:
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
         raise PlanError("the CSV must have as many stages as the model", **stages)
@@ -51,25 +51,25 @@ def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | Program | None:
 
 
 def partition_of(
-    config: AutoPipelineConfig, model: nn.Module, graph: Graph, given: Schedule | Program | None
+    config: AutoPipelineConfig, model: nn.Module, graph: Graph, csv: Schedule | Program | None
 ) -> Partition:
-    """The configured stages; `given` is the schedule of the CSV, if there is one."""
+    """The configured stages; `csv` is the schedule of `pp_schedule_csv`, if that is configured."""
     if config.module_fqns_per_model_part is not None:
         return by_modules(graph, config.module_fqns_per_model_part)
     layers = layers_of(model, graph)
     if not layers:
         hint = "module_fqns_per_model_part=[...], or penstock.plan, which cuts any model"
         raise PartitionError("the model has no list of layers to cut between", model=type(model).__name__, hint=hint)
-    counts = layers_per_stage(len(layers), num_stages_of(config, len(layers), given))
+    counts = layers_per_stage(len(layers), num_stages_of(config, len(layers), csv))
     starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
     return cut_before(graph, [layers[start] for start in starts])
 
 
-def num_stages_of(config: AutoPipelineConfig, num_layers: int, given: Schedule | Program | None) -> int:
-    """The number of stages from `layers_per_stage`, rounded as configured; else what the schedule needs."""
+def num_stages_of(config: AutoPipelineConfig, num_layers: int, csv: Schedule | Program | None) -> int:
+    """The number of stages from `layers_per_stage`, rounded as configured; else the number that the schedule has."""
     ranks, each = config.num_ranks, config.layers_per_stage
     if each is None:
-        return given.num_stages if given else ranks * find(str(config.pp_schedule))().stages_per_rank
+        return csv.num_stages if csv else ranks * find(str(config.pp_schedule))().stages_per_rank
     stages = -(-num_layers // each)
     rounding = config.round_virtual_stages_to_pp_multiple
     if rounding is not None:

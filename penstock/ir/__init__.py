@@ -59,7 +59,7 @@ from penstock.ir.graph import (
     prune_gradients,
 )
 from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
-from penstock.ir.notebook import preformatted
+from penstock.ir.notebook import html_page, html_table, paragraph, preformatted
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,

@@ -1,4 +1,7 @@
-"""Records as HTML, for `_repr_html_` in notebooks: tables, and a timeline. `penstock.views` has larger pictures."""
+"""Records as HTML, for `_repr_html_` in notebooks and small pages: tables, and a timeline.
+
+`penstock.views` has larger pictures and the report.
+"""
 
 from collections.abc import Sequence
 from html import escape
@@ -22,6 +25,11 @@ _WIDTH, _ROW, _LABEL = 900.0, 20, 50.0
 _MAX_PASSES = 4000
 """longer traces are shown as a table of ranks only"""
 _MAX_RANKS = 64
+_STYLE = (
+    "body { margin: 2rem; font-family: sans-serif; } "
+    "svg { max-width: 100%; height: auto; background: white; } "
+    "td, th { padding: .2em 1em; text-align: left; }"
+)
 
 
 def paragraph(text: str) -> str:
@@ -34,11 +42,22 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(printable(text))}</pre>"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table with a line of column names."""
     head = "".join(f"<th>{escape(printable(name))}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_page(title: str, *parts: str) -> str:
+    """A whole page of HTML elements, such as those of this file or an SVG picture, which are not escaped again."""
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(printable(title))}</title>\n<style>{_STYLE}</style>\n"
+        f"</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
 
 
 def timeline(trace: "Trace") -> str:
@@ -47,7 +66,7 @@ def timeline(trace: "Trace") -> str:
     drawn = [span for span in trace.spans if span.end > span.start and span.action.kind in (*_COLORS, Kind.OVERLAP)]
     if len(drawn) > _MAX_PASSES or trace.num_ranks > _MAX_RANKS or not trace.makespan:
         work = [(str(rank), seconds_text(seconds)) for rank, seconds in enumerate(trace.work)]
-        return paragraph(summary) + table(("rank", "compute"), work[:_MAX_RANKS])
+        return paragraph(summary) + html_table(("rank", "compute"), work[:_MAX_RANKS])
     scale = (_WIDTH - _LABEL) / trace.makespan
     parts = [
         f'<text x="0" y="{rank * _ROW + 14}">rank {rank}</text>'

@@ -13,7 +13,7 @@ from penstock.ir.arguments import is_finite
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
 from penstock.ir.graph import Graph
-from penstock.ir.notebook import paragraph, table, timeline
+from penstock.ir.notebook import html_table, paragraph, timeline
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Program, Schedule
@@ -327,7 +327,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
-        return "".join(map(paragraph, self._headline())) + table(_PLAN_COLUMNS, rows)
+        return "".join(map(paragraph, self._headline())) + html_table(_PLAN_COLUMNS, rows)
 
     def describe(self) -> str:
         """The plan, the reasons for it, and the other candidates, as text and tables."""
@@ -468,7 +468,7 @@ class Run:
             for each in self.steps[-_SHOWN_STEPS:]
         ]
         recorded = "" if self.trace is None else timeline(self.trace)
-        return self.plan._repr_html_() + table(("step", "loss", "gradient norm", "time"), rows) + recorded
+        return self.plan._repr_html_() + html_table(("step", "loss", "gradient norm", "time"), rows) + recorded
 
     @property
     def trace(self) -> Trace | None:

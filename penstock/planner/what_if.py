@@ -6,12 +6,22 @@ All answers are simulated from the recorded seconds of passes, with the recorded
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from html import escape
 from statistics import fmean
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.ir import Cluster, Placement, Schedule, StageCosts, align_columns, percent_text, seconds_text
+from penstock.ir import (
+    Cluster,
+    Placement,
+    Schedule,
+    StageCosts,
+    align_columns,
+    html_page,
+    html_table,
+    paragraph,
+    percent_text,
+    seconds_text,
+)
 from penstock.planner.recording import RecordedStep, RecordedTraining
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
 from penstock.schedules import SCHEDULES, build
@@ -154,16 +164,10 @@ def what_if_document(recording: RecordedTraining, found: WhatIf) -> str:
         "simulated from its passes": recording.run(first.schedule, first.costs),
         "equal stages": recording.run(first.schedule, recording.equal_costs),
     }
-    head, *rows = found.rows()
-    parts = "".join(f"<h2>{escape(name)}</h2>{trace._repr_html_()}" for name, trace in pictures.items())
-    lines = "".join(f"<p>{escape(line)}</p>" for line in (f"{found.source}:", *found.lines()))
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
-    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em 1em;text-align:left}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>what if</title><style>{style}</style>'
-        f"<h1>What if</h1>{lines}<table><tr>{titles}</tr>{cells}</table>{parts}</html>\n"
-    )
+    columns, *rows = found.rows()
+    lines = map(paragraph, (f"{found.source}:", *found.lines()))
+    timelines = (f"<h2>{name}</h2>{trace._repr_html_()}" for name, trace in pictures.items())
+    return html_page("what if", "<h1>What if</h1>", *lines, html_table(columns, rows), *timelines)
 
 
 def _mean_step(recording: RecordedTraining, seconds: Callable[[RecordedStep], float]) -> float:

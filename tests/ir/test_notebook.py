@@ -50,10 +50,10 @@ def test_a_long_trace_is_shown_as_a_table() -> None:
 
 
 def test_names_are_escaped() -> None:
-    from penstock.ir.notebook import paragraph, table  # noqa: TID251
+    from penstock.ir.notebook import html_table, paragraph  # noqa: TID251
 
     assert paragraph("<b>") == "<p>&lt;b&gt;</p>"
-    assert "<i>" not in table(("<i>",), [("<i>",)])
+    assert "<i>" not in html_table(("<i>",), [("<i>",)])
 
 
 def test_a_report_is_shown_as_a_page() -> None:
