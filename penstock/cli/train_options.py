@@ -1,4 +1,4 @@
-"""The flags of `penstock train`, besides TrainOptions and those of the model and its plan."""
+"""The flags of `penstock train` besides those of the training loop (`api/train_options.py`) and of `penstock plan`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How an argument of a model is split into microbatches: the values of `split`."""
+"""How an argument of a model is split into microbatches: the values of `split`. `capture/microbatches.py` splits."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,7 @@
-"""Computes the costs of many candidate stages at once, each a run of consecutive atoms, and their seconds on a rank."""
+"""Computes the costs of many candidate stages at once, each a run of consecutive atoms, and their seconds on a rank.
+
+The costs are those of `ir/costs.py`, which computes them for the stages of one partition.
+"""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace

@@ -1,7 +1,8 @@
 """The costs of one rank if the layers of a model are split over tensor-parallel ranks.
 
 A node with matrices, such as a block, is split: its seconds, its matrices and the activations inside it are divided by
-the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the runtime.
+the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the
+runtime (`runtime/layout.py`).
 """
 
 from dataclasses import replace
