@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.codegen import support
 from penstock.codegen.expressions import ConstantTensors, Expressions, access, dict_of, expect, list_of, tuple_of
-from penstock.codegen.layout import INDENT, body_lines, docstring_lines, return_lines, statement_lines
+from penstock.codegen.formatting import INDENT, body_lines, docstring_lines, return_lines, statement_lines
 from penstock.codegen.names import Imports, Names, is_identifier, is_plain_path, name_values
 from penstock.codegen.section import Section, sections
 from penstock.codegen.statements import Statement, StepWriter
@@ -23,7 +23,7 @@ from penstock.stages import Ownership, check_guards
 def write_stages(captured: Any, partition: Partition, placement: Placement, path: str | Path) -> Path:
     """Write the stages of a captured model as a Python file that can be read, imported and run by hand.
 
-    Large constant tensors go to a safetensors file beside it. Nothing is written if the model cannot be.
+    Large constant tensors go to a safetensors file beside it. Nothing is written if that fails.
 
     Raises:
         CodeError: the model uses an object that has no importable name.
@@ -39,7 +39,7 @@ def write_stages(captured: Any, partition: Partition, placement: Placement, path
 
 
 def stage_document(captured: Any, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
-    """The text of the file, and the content of the file of constants `beside` it, which is mostly empty."""
+    """The text of the file, and the content of the file of constants `beside` it; empty if there are none."""
     # The model may be in another mode (training or evaluation) than when the example was recorded first.
     recording = captured.recording(*captured.example)
     graph: Graph = recording.graph

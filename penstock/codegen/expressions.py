@@ -1,7 +1,7 @@
 """Python expressions for the arguments and calls of a recording, as source text.
 
-Operands are written in parentheses; `layout` parses every statement and removes those that are not needed. Names of a
-model appear only as identifiers that were checked, or inside literals.
+Operands are written in parentheses; `formatting` parses every statement and removes those that are not needed. Names
+of a model appear only as identifiers that were checked, or inside literals.
 """
 
 import cmath
@@ -195,8 +195,8 @@ class Expressions:
             return self.tensors.expression(thing)
         if isinstance(thing, torch.device):
             return "self.device" if str(thing) == self.recording.device else f"torch.device({str(thing)!r})"
-        is_word = isinstance(thing, torch.dtype | torch.layout | torch.memory_format)
-        if is_word and getattr(torch, str(thing).removeprefix("torch."), None) is thing:
+        is_torch_constant = isinstance(thing, torch.dtype | torch.layout | torch.memory_format)
+        if is_torch_constant and getattr(torch, str(thing).removeprefix("torch."), None) is thing:
             return str(thing)
         if type(thing) is range:
             return f"range({int(thing.start)}, {int(thing.stop)}, {int(thing.step)})"
@@ -228,7 +228,7 @@ class Expressions:
         return f"{module}({', '.join([*positional, *([keyword_arguments(kwargs.keys, keys, items)] if keys else [])])})"
 
     def changing_call(self, function: str, args: Tree, kwargs: Tree, where: str) -> str:
-        """A call that changes its arguments, which belong to its result."""
+        """A call that changes its arguments: the generated code reads them after the call, as part of the result."""
         return f"with_arguments({function}, {self.argument(args, where)}, {self.argument(kwargs, where)})"
 
     def function_call(self, function: Any, args: Tree, kwargs: Tree, where: str) -> tuple[str, bool]:

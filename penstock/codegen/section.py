@@ -12,7 +12,7 @@ from penstock.stages import Ownership
 
 @dataclass(frozen=True)
 class Section:
-    """One stage of a captured model."""
+    """The calls of one stage of a captured model, and the values and state that they use."""
 
     recording: Any
     stage: int
@@ -99,14 +99,15 @@ def _steps(
         if read := set(_step_refs(step)):
             return read <= available
         # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first stage.
-        looked_at = _step_states(step)
-        return (owners.of(looked_at[0]) if looked_at else 0) == stage
+        buffers = _step_states(step)
+        return (owners.of(buffers[0]) if buffers else 0) == stage
 
     def has_effect(step: Call | Guard) -> bool:
         if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
             return True
-        is_torchs = resolve_name(recording.live[step.target]) is not None
-        return not is_torchs or graph[step.name].is_random or step.name in writers
+        # Functions outside of torch may do anything, so they are kept.
+        is_torch_function = resolve_name(recording.live[step.target]) is not None
+        return not is_torch_function or graph[step.name].is_random or step.name in writers
 
     kept: list[Call | Guard] = []
     for step in reversed([step for step in recording.record.steps if belongs(step)]):

@@ -143,7 +143,7 @@ class StepWriter:
         return [self._expect_result(code, result, where) if _is_checked(result) and result is not None else code]
 
     def _unpack(self, code: str, result: Any, where: str) -> Iterator[str]:
-        """Binds the tensors in the result that `code` stands for, and checks everything else."""
+        """Assign the tensors in the result of `code` to their variables, and check everything else."""
         if isinstance(result, Ref):
             if self._variable(result) != "_":
                 yield f"{self._variable(result)} = {code}"
@@ -169,7 +169,7 @@ class StepWriter:
                 yield from self._unpack(access(code, result.kind, key, key_code), item, where)
 
     def _target(self, item: Any, later: list[tuple[str, Any]]) -> str:
-        """An item on the left of an assignment; one that must be checked or unpacked gets a name in `later`."""
+        """The target of an item in an assignment; one that must still be checked or unpacked is added to `later`."""
         if isinstance(item, Ref):
             return self._variable(item)
         if isinstance(item, Parts) and issubclass(item.kind, list | tuple) and item.items:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.codegen.expressions import literal
-from penstock.codegen.layout import docstring_lines, statement_lines
+from penstock.codegen.formatting import docstring_lines, statement_lines
 from tests.codegen.generated import generated, step_of_file
 from tests.parity import Batch, WholeModel, assert_identical, one_step
 

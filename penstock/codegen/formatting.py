@@ -1,4 +1,4 @@
-"""Lays out generated statements: parsed, written by `ast.unparse`, broken into lines, with comments around them."""
+"""Formats generated statements: parses them, writes them with `ast.unparse`, breaks lines and adds comments."""
 
 import ast
 import io
