@@ -24,7 +24,7 @@ from penstock.ir.placement import Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Run, Search, StepMetrics
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.splitting import Ragged, Rows
+from penstock.ir.split_rules import Ragged, Rows
 from penstock.ir.text import write_atomic
 from penstock.ir.trace import Curve, Series, Trace
 from penstock.ir.training_state import TrainingState

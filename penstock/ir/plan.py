@@ -17,7 +17,7 @@ from penstock.ir.notebook import html_table, paragraph, timeline
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.splitting import SplitRule
+from penstock.ir.split_rules import SplitRule
 from penstock.ir.trace import Trace
 from penstock.ir.training_state import TrainingState
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text

@@ -29,7 +29,7 @@ from penstock.ir import (
 from penstock.planner.candidates import LIGHT, Found, Measured, excess_bytes, layouts, table_plans
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import OnProgress, search
-from penstock.planner.tensor_parallel import split_tensors
+from penstock.planner.tensor_parallel_costs import split_tensors
 from penstock.schedules import build_on, find
 
 _FIRST_SCHEDULE, _FIRST_INTERLEAVED = "1f1b", "interleaved"

@@ -4,6 +4,7 @@ from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
+from penstock.runtime.distributed_parameters import shard_like, whole
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import RankProgram, Run, located_error, watch_step
 from penstock.runtime.gradients import (
@@ -16,7 +17,6 @@ from penstock.runtime.gradients import (
 )
 from penstock.runtime.groups import ProcessGroups, mesh_sizes
 from penstock.runtime.inputs import INPUTS
-from penstock.runtime.layout import shard_like, whole
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning, check_gradient, checked_loss
 from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import LOSS_FN, ModelPart, check_tied_weights

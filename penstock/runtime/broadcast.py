@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
+from penstock.runtime.distributed_parameters import whole
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.layout import whole
 from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
 
 _REFUSED = "refused: "

@@ -32,6 +32,7 @@ from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import BATCH_INTERVAL, Agreement, checksum, describe_batch, different_batches
 from penstock.runtime.compile import CompiledStep, StepCompiler
+from penstock.runtime.distributed_parameters import raise_on_all_ranks
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -44,7 +45,6 @@ from penstock.runtime.executor import (
 )
 from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
-from penstock.runtime.layout import raise_on_all_ranks
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions

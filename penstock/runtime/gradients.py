@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.capture import RowSlice
 from penstock.errors import RunError
-from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import read_scalars
-from penstock.runtime.layout import (
+from penstock.runtime.distributed_parameters import (
     ParameterLayout,
     distributed_like,
     local_part,
@@ -25,6 +23,8 @@ from penstock.runtime.layout import (
     shard_like,
     whole,
 )
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.health import read_scalars
 from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 

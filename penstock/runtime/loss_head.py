@@ -14,8 +14,8 @@ from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, listed, transform
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights
+from penstock.runtime.distributed_parameters import whole
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.layout import whole
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
 

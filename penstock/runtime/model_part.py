@@ -24,6 +24,16 @@ from penstock.capture import (
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
+from penstock.runtime.distributed_parameters import (
+    NUM_SAMPLED,
+    PartialGradients,
+    SharedGradients,
+    communicates,
+    find_layouts,
+    sampled,
+    shard_like,
+    whole,
+)
 from penstock.runtime.gradients import (
     ReplicaReducer,
     RowParameter,
@@ -35,16 +45,6 @@ from penstock.runtime.gradients import (
     send_tensor,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.layout import (
-    NUM_SAMPLED,
-    PartialGradients,
-    SharedGradients,
-    communicates,
-    find_layouts,
-    sampled,
-    shard_like,
-    whole,
-)
 from penstock.runtime.meta_init import is_meta, materialize, unsaved_buffer_names
 from penstock.stages import CutModel, Stage
 

@@ -2,7 +2,7 @@
 
 A node with matrices, such as a block, is split: its seconds, its matrices and the activations inside it are divided by
 the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the
-runtime (`runtime/layout.py`).
+runtime (`runtime/distributed_parameters.py`).
 """
 
 from dataclasses import replace
