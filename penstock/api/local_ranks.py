@@ -4,6 +4,7 @@ Two ranks run a small pipeline as any other would be run, and the recorded trace
 is kept in the cache of profiles, so that a machine is measured once.
 """
 
+import multiprocessing
 import os
 import platform
 import time
@@ -42,10 +43,11 @@ _WIDTH, _FEW_SAMPLES, _MANY_SAMPLES = 256, 16, 512
 def local_ranks(ranks: int) -> Cluster:
     """The ranks of a pipeline as processes of this machine, with measured links and overhead.
 
-    Nothing is measured in a process that is itself a rank, or if the environment variable forbids it: then messages
-    take no time.
+    Nothing is measured in a process that is itself a rank, that may not start others (a daemon of multiprocessing), or
+    if the environment variable forbids it: then messages take no time.
     """
-    if ranks == 1 or dist.is_initialized() or os.environ.get(VARIABLE) == "0":
+    cannot_launch = dist.is_initialized() or multiprocessing.current_process().daemon
+    if ranks == 1 or cannot_launch or os.environ.get(VARIABLE) == "0":
         return Cluster(ranks)
     cache = Cache()
     parts = (_METHOD, platform.node(), device_name(torch.device("cpu")), num_cores(), torch.__version__)
@@ -54,7 +56,7 @@ def local_ranks(ranks: int) -> Cluster:
     if found is None:
         try:
             found = _measure_ranks()
-        except PenstockError as error:
+        except (PenstockError, OSError) as error:
             warnings.warn(f"messages count as free, they could not be measured: {error}", PenstockWarning, stacklevel=3)
             return Cluster(ranks)
         cache.put(key, found)

@@ -1,5 +1,7 @@
 """Plans for ranks that are processes of this machine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -44,6 +46,14 @@ def test_a_given_cluster_is_not_measured(measured: list[int]) -> None:
     plan = penstock.plan(model(), (X,), ranks=Cluster(2), microbatches=2, schedule="1f1b")
     assert not measured
     assert plan.cluster == Cluster(2)
+
+
+def test_a_daemon_which_cannot_start_processes_does_not_measure(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ranks.multiprocessing, "current_process", lambda: SimpleNamespace(daemon=True))
+    assert local_ranks.local_ranks(2) == Cluster(2)
+    assert not measured
 
 
 def test_a_preset_of_a_device_is_not_measured(measured: list[int]) -> None:
