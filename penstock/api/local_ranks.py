@@ -93,7 +93,8 @@ def _measure_ranks() -> Cluster:
     makespan = median(trace.makespan for trace in few.traces)
     return Cluster(
         2,
-        latency=min(map(_latency, few.traces)),
+        # The clocks of two ranks agree only to some microseconds.
+        latency=max(0.0, min(map(_latency, few.traces))),
         bandwidth=extra_bytes / extra if extra > 0 else None,
         overhead=Overhead(
             # A forward receives or sends a message, whose seconds are counted apart, and so does a backward.
