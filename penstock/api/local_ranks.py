@@ -93,7 +93,7 @@ def _measure_ranks() -> Cluster:
     makespan = median(trace.makespan for trace in few.traces)
     return Cluster(
         2,
-        # The clocks of two ranks agree only to some microseconds.
+        # The times of two ranks are aligned to some microseconds only.
         latency=max(0.0, min(map(_latency, few.traces))),
         bandwidth=extra_bytes / extra if extra > 0 else None,
         overhead=Overhead(
