@@ -93,7 +93,7 @@ def _measure_ranks() -> Cluster:
     makespan = median(trace.makespan for trace in few.traces)
     return Cluster(
         2,
-        # The times of two ranks are aligned to some microseconds only.
+        # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
         latency=max(0.0, min(map(_latency, few.traces))),
         bandwidth=extra_bytes / extra if extra > 0 else None,
         overhead=Overhead(
