@@ -217,7 +217,7 @@ class Pipeline:
             losses: a list that is filled with the losses of the microbatches
             scale: factor of the loss and of the gradients that this step adds: with `1/n` in each of n steps before an
                 update they are those of `(loss / n).backward()` in plain PyTorch
-            budget_tokens: group the samples by length into microbatches of at most so many padded tokens, as many as
+            budget_tokens: group the samples by length into microbatches of at most N padded tokens, as many as
                 that takes, in the order that is predicted to be fastest; an attention mask or labels of -100 must show
                 the padding, which is cut off. None: the microbatches of the plan
             **kwargs: keyword arguments of the model

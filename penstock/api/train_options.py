@@ -48,7 +48,7 @@ class TrainOptions:
     budget_tokens: Annotated[
         int | None, Flag("N", "Group samples by length: at most N padded tokens per microbatch.", 1)
     ] = None
-    """at most so many padded tokens per microbatch: samples are grouped by length, as by `Pipeline.step`; None: the
+    """at most N padded tokens per microbatch: samples are grouped by length, as by `Pipeline.step`; None: the
     microbatches of the plan"""
     precision: Annotated[
         str, Flag("NAME", "fp32; bf16: autocast to bfloat16; fp16: autocast to float16, with a scaled loss.")

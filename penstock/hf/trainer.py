@@ -74,7 +74,7 @@ class PipelineMixin:
             replicas: number of copies of the pipeline, each with a share of every batch
             local: run all ranks inside this process
             options: run options of the Pipeline
-            budget_tokens: in training, group the samples of a batch by length into microbatches of at most so many
+            budget_tokens: in training, group the samples of a batch by length into microbatches of at most N
                 padded tokens, as in `Pipeline.step`; None: the microbatches of the plan
             depth: how deep modules are opened, as in `penstock.capture`
             basic_blocks: modules that stay whole, as in `penstock.capture`
