@@ -105,14 +105,16 @@ def echo(text: str = "", *, end: str = "\n", file: "IO[str] | None" = None, err:
 
 def print_view(view: "RichView[Subject]", subject: "Subject") -> None:
     """Print a view, in colour on a terminal and as plain text in a pipe."""
-    from click import unstyle
+    import re
+
     from rich.console import Console
 
     console = Console()
     if console.is_terminal:
         print_rich(console, view.renderable(subject))
     else:
-        echo(unstyle(view(subject)))
+        # The codes of colours, which only a terminal shows.
+        echo(re.sub(r"\x1b\[[0-9;]*m", "", view(subject)))
 
 
 def print_table(header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> None:
