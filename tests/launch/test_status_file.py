@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from penstock.launch import (
     RankStatus,
     StatusFile,
     launch,
+    scratch,
     shared_status_directory,
     sync_point_code,
 )
@@ -231,11 +233,14 @@ def test_launched_ranks_use_the_directory_of_the_launcher() -> None:
     assert first == second == (first[1], first[1])
 
 
-def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(tidy: Path) -> None:
-    def meet() -> tuple[Path, list[str]]:
-        import atexit
+def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(
+    tidy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A forked process leaves without exit handlers, and has those of the test process, which it must not run.
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(scratch, "atexit", SimpleNamespace(register=at_exit.append))
 
-        atexit._clear()  # those of the test process, which this process was forked from, are not to be run here
+    def run_as_a_rank() -> tuple[Path, list[str]]:
         del os.environ[STATUS_DIR_VARIABLE]
         directory = shared_status_directory()
         assert shared_status_directory() == directory  # not another one, with a process that removes it
@@ -243,10 +248,11 @@ def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(tidy: Pa
         dist.barrier()
         states = [status.state for status in StatusFile.read(directory)]
         dist.barrier()
-        atexit._run_exitfuncs()  # a forked process leaves without them
+        for remove in at_exit:
+            remove()
         return directory, states
 
-    results = launch(meet, 3, timeout=60.0)
+    results = launch(run_as_a_rank, 3, timeout=60.0)
     assert len({directory for directory, _ in results}) == 1
     assert results[0][0].parent == tidy
     assert results[2][1] == ["started"] * 3
