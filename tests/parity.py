@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import stages
-from penstock.capture import Captured, microbatch_sizes
+from penstock.batches import microbatch_sizes
+from penstock.capture import Captured
 from penstock.ir import Partition, Plan, WeightGrad, leaves, transform
 from tests.process_pool import Pools
 

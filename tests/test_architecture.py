@@ -27,6 +27,7 @@ LEVELS = (
     ("planner",),
     ("launch",),
     ("capture",),
+    ("batches",),
     ("stages",),
     ("codegen", "measure", "loss"),
     ("runtime",),
@@ -38,7 +39,7 @@ LEVELS = (
     ("__main__",),
 )
 PLANNING = tuple(package for level in LEVELS[:4] for package in level)
-LOADS_TORCH = ("launch", "capture", "stages", "codegen", "measure", "loss", "runtime", "checkpoint")
+LOADS_TORCH = ("launch", "capture", "batches", "stages", "codegen", "measure", "loss", "runtime", "checkpoint")
 OPTIONAL = ("torch", "transformers", "ortools", "pymetis", "matplotlib", "pydantic")
 
 

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split, split_model
+from penstock.batches import Microbatch, Split, split_batch
 from penstock.capture import (
     Captured,
     DrawSeed,
     Granularity,
-    Microbatch,
     RowSlice,
-    Split,
     isolated,
     row_slices,
     sharded_head,
-    split_batch,
     unsharded_granularity,
 )
 from penstock.errors import RunError

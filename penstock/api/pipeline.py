@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.capture import Granularity, Microbatch, Split, shard_vocabulary, sharded_head, split_batch, whole_batch
+from penstock.batches import Microbatch, Split, split_batch, whole_batch
+from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, Trace, as_int, counted, from_json, is_finite, is_split_rule, to_json

@@ -24,18 +24,8 @@ from penstock.api.local_ranks import local_ranks, shared_cores
 from penstock.api.measuring import measure, measure_links, measured_model
 from penstock.api.pipeline import check_loss_fn, check_split
 from penstock.api.progress import progress
-from penstock.capture import (
-    Captured,
-    Granularity,
-    Microbatch,
-    Split,
-    explain_failure,
-    find_head,
-    find_split,
-    shard_vocabulary,
-    sharded_granularity,
-    split_batch,
-)
+from penstock.batches import Microbatch, Split, explain_failure, find_split, split_batch
+from penstock.capture import Captured, Granularity, find_head, shard_vocabulary, sharded_granularity
 from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, FitError, PenstockError, PlanError, RunError
 from penstock.ir import (

@@ -14,7 +14,7 @@ from penstock.api.pipeline import Pipeline, check_split
 from penstock.api.planning import simulate
 from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.planning import example_of, plan_of, schedule_name
-from penstock.capture import Split
+from penstock.batches import Split
 from penstock.errors import PlanError, RunError, ViewError
 from penstock.ir import Schedule, Trace, as_int, counted, html_page, is_finite, write_atomic
 from penstock.runtime import Result, RunOptions

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
-from penstock.capture import Granularity, Microbatch, Split, capture, find_split, split_batch
+from penstock.batches import Microbatch, Split, find_split, split_batch
+from penstock.capture import Granularity, capture
 from penstock.errors import PartitionError, PlanError, ScheduleError
 from penstock.ir import Graph, Partition, Plan, Profile, Program, Schedule, SplitRule, as_int, read_schedule
 from penstock.partitioners import by_modules, cut_before

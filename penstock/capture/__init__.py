@@ -20,12 +20,10 @@ The files, in the order in which to read them:
     graph_builder.py  the Graph of a record
     fingerprint.py    signatures of batches and models; guards.py: values that a batch must have for a recording to hold
     description.py    models and recordings as text, which ranks compare
-    microbatches.py   splits a batch; cuts.py finds its samples, split_search.py tries what shapes leave open
     lru_cache.py      a bounded cache
 """
 
 from penstock.capture.captured import Captured, capture, without_cache
-from penstock.capture.cuts import Cut, Split
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
@@ -33,19 +31,16 @@ from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import internal_call, is_internal_call, isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
-from penstock.capture.microbatches import (
-    Microbatch,
-    Splitting,
-    explain_failure,
-    microbatch_sizes,
-    split_batch,
-    whole_batch,
+from penstock.capture.objects import (
+    MODULE_ATTRIBUTES,
+    PLAIN_TYPES,
+    code_origin,
+    copy_leaf,
+    object_items,
+    register_containers,
 )
-from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items, register_containers
-from penstock.capture.padding import Padding, find_padding, longest, with_columns_of
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
-from penstock.capture.split_search import additive_dim, find_split
 from penstock.capture.tensor_table import device_of, has_gradient, spec_of, storage_id
 from penstock.capture.vocabulary import (
     RowSlice,
@@ -61,21 +56,16 @@ from penstock.capture.vocabulary import (
 __all__ = [
     "MODEL_LINE",
     "MODULE_ATTRIBUTES",
+    "PLAIN_TYPES",
     "SEPARATOR",
     "Captured",
-    "Cut",
     "DrawSeed",
     "GeneratorStates",
     "Granularity",
     "LruCache",
-    "Microbatch",
-    "Padding",
     "Recording",
     "Replay",
     "RowSlice",
-    "Split",
-    "Splitting",
-    "additive_dim",
     "call_hook",
     "capture",
     "code_origin",
@@ -83,18 +73,13 @@ __all__ = [
     "describe_model",
     "describe_recording",
     "device_of",
-    "explain_failure",
     "find_head",
-    "find_padding",
-    "find_split",
     "has_gradient",
     "intercept_modules",
     "internal_call",
     "is_internal_call",
     "isolated",
-    "longest",
     "make_recording",
-    "microbatch_sizes",
     "object_items",
     "python_generators",
     "register_containers",
@@ -104,14 +89,11 @@ __all__ = [
     "sharded_granularity",
     "sharded_head",
     "spec_of",
-    "split_batch",
     "storage_id",
     "torch_generators",
     "uncompiled",
     "unsharded_granularity",
-    "whole_batch",
     "whole_parameters",
-    "with_columns_of",
     "without_cache",
     "without_user_hooks",
 ]

@@ -252,7 +252,7 @@ def make_plan(
     """
     import penstock
     from penstock.api.plan import Examples
-    from penstock.capture import split_batch
+    from penstock.batches import split_batch
     from penstock.views import TIES_WEIGHTS
 
     if not options.microbatches.isdecimal() and options.microbatches != "auto":

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.capture import microbatch_sizes
+from penstock.batches import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
 from penstock.ir import as_int

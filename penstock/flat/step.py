@@ -13,7 +13,8 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.capture import microbatch_sizes, spec_of
+from penstock.batches import microbatch_sizes
+from penstock.capture import spec_of
 from penstock.errors import PenstockWarning, RunError
 from penstock.flat.topology import DATA, TENSOR, FlatPipeline, topology
 from penstock.ir import Program, as_int

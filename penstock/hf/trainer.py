@@ -18,14 +18,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
-from penstock.capture import (
-    GeneratorStates,
-    Granularity,
-    python_generators,
-    split_batch,
-    torch_generators,
-    whole_batch,
-)
+from penstock.batches import split_batch, whole_batch
+from penstock.capture import GeneratorStates, Granularity, python_generators, torch_generators
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
 from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters

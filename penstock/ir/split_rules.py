@@ -1,4 +1,4 @@
-"""How an argument of a model is split into microbatches: the values of `split`. `capture/microbatches.py` splits."""
+"""How an argument of a model is split into microbatches: the values of `split`. `penstock.batches` splits."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, LruCache, Recording, with_columns_of
+from penstock.batches import with_columns_of
+from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
 from penstock.loss.counts import Count, Kind
 from penstock.loss.model import ModelLoss, Noise

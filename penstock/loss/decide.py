@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.capture import Microbatch
+from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
 from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.batches import Microbatch
 from penstock.capture import (
     GeneratorStates,
-    Microbatch,
     code_origin,
     isolated,
     object_items,

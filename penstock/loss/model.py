@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.batches import Microbatch
 from penstock.capture import (
     Captured,
-    Microbatch,
     Recording,
     copy_leaf,
     intercept_modules,

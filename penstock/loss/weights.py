@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, LruCache, Microbatch, Recording, longest, with_columns_of
+from penstock.batches import Microbatch, longest, with_columns_of
+from penstock.capture import Captured, LruCache, Recording
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece

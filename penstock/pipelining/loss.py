@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Cut, Microbatch
+from penstock.batches import Cut, Microbatch
 from penstock.errors import RunError
 from penstock.ir import leaves, named_leaves, put_together, take_apart
 from penstock.loss import LossStep, LossWeights

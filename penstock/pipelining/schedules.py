@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capture import Microbatch, microbatch_sizes, spec_of
+from penstock.batches import Microbatch, microbatch_sizes
+from penstock.capture import spec_of
 from penstock.errors import PenstockError, PenstockWarning, RunError, ScheduleError
 from penstock.ir import Cuts, Kind, Program, Schedule, as_int, is_finite, leaves, transform
 from penstock.passes import DEFAULT_PASSES, lower, verify

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import (
-    LruCache,
+from penstock.batches import (
     Microbatch,
     Padding,
-    Recording,
     Split,
     Splitting,
     explain_failure,
@@ -26,6 +24,7 @@ from penstock.capture import (
     split_batch,
     whole_batch,
 )
+from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_leaves, signature_of
 from penstock.launch import one_line

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, LruCache, Microbatch, Recording, additive_dim
+from penstock.batches import Microbatch, additive_dim
+from penstock.capture import Captured, LruCache, Recording
 from penstock.errors import CaptureError, PenstockWarning, RunError
 from penstock.ir import Container, Parts, Ref, Tree, leaves, named_leaves, put_together, take_apart
 from penstock.loss import weighted_sum

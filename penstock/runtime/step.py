@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.capture import Microbatch, Recording
+from penstock.batches import Microbatch
+from penstock.capture import Recording
 from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.planner import TokenGroup

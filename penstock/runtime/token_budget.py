@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.capture import Microbatch, Padding, Recording, find_padding
+from penstock.batches import Microbatch, Padding, find_padding
+from penstock.capture import Recording
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples

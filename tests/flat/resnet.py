@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import microbatch_sizes
+from penstock.batches import microbatch_sizes
 from penstock.flat import clip_grad_norm_, flatten_model, forward_backward, partition_uniform, topology
 from tests.zoo.plain import ResNet50
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import Cut, Microbatch, capture
+from penstock.batches import Cut, Microbatch
+from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights, weighted_sum
 from tests.loss.test_models import OneReplica

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock.capture import capture, split_batch, without_cache
+from penstock.batches import split_batch
+from penstock.capture import capture, without_cache
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss import LossStep, LossWeights, losses_of, weighted_sum

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.capture import microbatch_sizes, split_batch
+from penstock.batches import microbatch_sizes, split_batch
 from penstock.loss.decide import decide
 from penstock.loss.function import LossFunction
 from tests.loss.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import microbatch_sizes
+from penstock.batches import microbatch_sizes
 
 Versions = list[list[dict[str, Tensor]]]
 Predicted = list[dict[tuple[int, int], dict[str, Tensor]]]

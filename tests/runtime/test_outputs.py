@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import penstock
-from penstock.capture import microbatch_sizes
+from penstock.batches import microbatch_sizes
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Parts, take_apart
 from penstock.runtime import merge

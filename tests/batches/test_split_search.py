@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import Ragged, Rows
-from penstock.capture import find_split
+from penstock.batches import find_split
 from penstock.errors import CaptureError, RunError
 from tests.plans import quick_plan
 

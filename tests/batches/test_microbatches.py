@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from penstock.capture import LruCache, Microbatch, microbatch_sizes, split_batch
+from penstock.batches import Microbatch, microbatch_sizes, split_batch
+from penstock.capture import LruCache
 from penstock.errors import RunError
 from penstock.ir import Ragged, Rows, named_leaves
 

@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.captured import without_cache
-from penstock.capture.cuts import Argument, Split, batch_size, has_rule
-from penstock.capture.generators import seed_generators
-from penstock.capture.hooks import without_user_hooks
-from penstock.capture.isolation import isolated, uncompiled
-from penstock.capture.microbatches import split_batch
-from penstock.capture.objects import copy_leaf, register_containers
+from penstock.batches.cuts import Argument, Split, batch_size, has_rule
+from penstock.batches.microbatches import split_batch
+from penstock.capture import (
+    copy_leaf,
+    isolated,
+    register_containers,
+    seed_generators,
+    uncompiled,
+    without_cache,
+    without_user_hooks,
+)
 from penstock.errors import RunError
 from penstock.ir import Ragged, Rows, SplitRule, leaves, named_arguments, transform
 from penstock.launch import one_line

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.capture.cuts import TARGET, Argument, Cut, Split, batch_size, check_split, find_cuts, has_rule
-from penstock.capture.lru_cache import LruCache
-from penstock.capture.objects import PLAIN_TYPES, register_containers
+from penstock.batches.cuts import TARGET, Argument, Cut, Split, batch_size, check_split, find_cuts, has_rule
+from penstock.capture import PLAIN_TYPES, LruCache, register_containers
 from penstock.errors import CaptureError, RunError
 from penstock.ir import named_arguments, named_inputs, put_together, signature_of, take_apart
 

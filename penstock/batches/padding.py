@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture.cuts import TARGET, Cut
-from penstock.capture.microbatches import Columns, Microbatch
+from penstock.batches.cuts import TARGET, Cut
+from penstock.batches.microbatches import Columns, Microbatch
 from penstock.errors import RunError
 from penstock.ir import listed, named_leaves
 
