@@ -36,7 +36,7 @@ def explain(
     from penstock.ir import Plan
 
     if file.startswith(HF) or (".py:" in file and not Path(file).exists()):
-        plan = make_plan(file, options, machine, example, state=state)
+        plan = make_plan(file, options, example, machine=machine, state=state)
     else:
         plan = read_record(Path(file))
         if not isinstance(plan, Plan):

@@ -48,6 +48,30 @@ class PlanFlags:
         """`depth` and `basic_blocks` of the Python functions."""
         return {"depth": self.depth, "basic_blocks": self.block or ()}
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `penstock.plan`, besides `ranks`."""
+        from penstock.partitioners import find
+
+        if not self.microbatches.isdecimal() and self.microbatches != "auto":
+            hint = "--microbatches 8"
+            raise PlanError("microbatches must be a whole number or auto", got=repr(self.microbatches), hint=hint)
+        try:
+            find(self.partitioner)
+        except PartitionError as error:
+            # As a PlanError it is wrong usage, with exit code 2, and is found before the model is built.
+            raise PlanError(error.problem, hint=error.hint, **error.values) from None
+        return {
+            "microbatches": "auto" if self.microbatches == "auto" else int(self.microbatches),
+            "schedule": self.schedule,
+            "partitioner": self.partitioner,
+            "stages_per_rank": self.stages_per_rank,
+            "memory": self.memory,
+            "recompute": self.recompute,
+            "budget_seconds": self.budget,
+            **self.granularity,
+        }
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -146,6 +170,36 @@ class Machine:
         memory = preset.memory if preset else None
         return replace(cluster, memory=memory, cores=self.cores, slowness=slowness)
 
+    def arguments(self, options: PlanFlags, replicas: int, emits: bool) -> dict[str, Any]:
+        """The arguments of `penstock.plan` that describe ranks or devices."""
+        from penstock.ir import Replicas
+
+        cluster, speed = self.cluster(options.ranks), self.speed
+        if self.devices is None:
+            if self.tensor_parallel != "1":
+                hint = "--devices 64, the number of all devices"
+                raise PlanError("--tensor-parallel must be given with --devices", hint=hint)
+            if self == Machine() and replicas == 1:
+                # Given as a number, the ranks are processes of this machine, whose costs are measured.
+                return {"ranks": options.ranks}
+            return {"ranks": replace(cluster, replicas=Replicas(replicas)), "speed": speed}
+        if options.ranks != PlanFlags.ranks or options.microbatches != "auto" or emits:
+            hint = "leave out --ranks, --microbatches and --emit"
+            raise PlanError("--devices searches ranks and microbatches", hint=hint)
+        names = ("link", "across", "per_node", "bandwidth", "latency", "cores", "slowness")
+        if any(getattr(self, name) != getattr(Machine, name) for name in names):
+            raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
+        degree = self.tensor_parallel
+        if not degree.isdecimal() and degree != "auto":
+            hint = "--tensor-parallel 8"
+            raise PlanError("tensor-parallel must be a whole number or auto", got=repr(degree), hint=hint)
+        return {
+            "devices": self.devices,
+            "device": self.device,
+            "speed": speed if self.device is None else None,  # a preset has a speed of its own
+            "tensor_parallel": degree if degree == "auto" else int(degree),
+        }
+
 
 @dataclass(frozen=True)
 class StateFlags:
@@ -207,20 +261,36 @@ def plan(
     measured links between them.
     """
     from penstock.ir import to_json
+    from penstock.views import EMITTERS
 
-    out = results.out
+    out, emit = results.out, results.emit
     check_targets((out,), source=source_of(target))
-    if results.emit:
-        _check_emit(results.emit, out)
+    if emit:
+        if emit not in EMITTERS:
+            close = get_close_matches(emit.lower(), EMITTERS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(EMITTERS)}"
+            raise PlanError("unknown tool", emit=repr(emit), hint=hint)
+        if out:
+            check_targets((out, out.with_suffix(".csv")))
     if is_torchrun_rank():
         if machine != Machine():
             hint = "leave them out: links are measured and cores are counted"
             raise PlanError("options that describe the machine must not be given under torchrun", hint=hint)
-        best = _plan_under_torchrun(target, options, example, results.emit, state)
+        import torch.distributed as dist
+
+        import penstock
+
+        dist.init_process_group("gloo")
+        try:
+            best = penstock.plan_together(
+                lambda running: make_plan(target, options, example, running=running, by_module=emit, state=state)
+            )
+            if dist.get_rank() != 0:
+                return
+        finally:
+            dist.destroy_process_group()
     else:
-        best = make_plan(target, options, machine, example, results.emit, state=state)
-    if best is None:
-        return  # not the first rank
+        best = make_plan(target, options, example, machine=machine, by_module=emit, state=state)
     if results.emit:
         _emit(best, results.emit, out, as_json)
     else:
@@ -239,69 +309,41 @@ def plan(
 def make_plan(
     target: str,
     options: PlanFlags,
-    machine: "Machine | RunningRanks",
     example: Example,
+    *,
+    machine: Machine = Machine(),
+    running: "Cluster | None" = None,
     by_module: str | None = None,
     replicas: int = 1,
     device: Any = None,
     state: StateFlags = StateFlags(),
 ) -> "Plan":
-    """Search for the best plan; with `by_module`, one whose stages are whole modules, as that tool needs it.
+    """Build the model and search for its best plan.
 
-    With `replicas`, each of them has its share of the samples of the batch. With `device`, the model is measured there.
+    With `running`, the ranks are those of a running process group, which take the place of the machine. With
+    `by_module`, the stages are whole modules, as that tool needs it. With `replicas`, each of them has its share of the
+    samples of the batch. With `device`, the model is measured there.
     """
     import penstock
     from penstock.api.plan import Examples
     from penstock.batches import split_batch
     from penstock.views import TIES_WEIGHTS
 
-    if not options.microbatches.isdecimal() and options.microbatches != "auto":
-        hint = "--microbatches 8"
-        raise PlanError("microbatches must be a whole number or auto", got=repr(options.microbatches), hint=hint)
-    microbatches = "auto" if options.microbatches == "auto" else int(options.microbatches)
-    arguments: dict[str, Any] = {
-        "ranks": machine.cluster(options.ranks),
-        "microbatches": microbatches,
-        "schedule": options.schedule,
-        "partitioner": _known_partitioner(options.partitioner),
-        "stages_per_rank": options.stages_per_rank,
-        "memory": options.memory,
-        "recompute": options.recompute,
-        "budget_seconds": options.budget,
-        "speed": machine.speed,
-        "optimizer": state.optimizer,
-        "precision": state.precision,
-        **options.granularity,
-    }
-    if machine == Machine() and replicas == 1:
-        # The ranks are those of this machine, whose costs the plan measures.
-        arguments["ranks"] = options.ranks
-    else:
-        arguments["ranks"] = replace(arguments["ranks"], replicas=penstock.Replicas(replicas))
-    devices, global_batch = (getattr(machine, name, None) for name in ("devices", "global_batch"))
-    if global_batch is not None:
-        if devices is None or not target.startswith(HF):
+    if machine.global_batch is not None:
+        if machine.devices is None or not target.startswith(HF):
             hint = "--devices 64 with an hf: model; other models have the samples of their own batch"
             raise PlanError("--global-batch must be given with --devices and an hf: model", hint=hint)
-        example = replace(example, batch=global_batch)
-    elif devices is None and getattr(machine, "tensor_parallel", "1") != "1":
-        hint = "--devices 64, the number of all devices"
-        raise PlanError("--tensor-parallel must be given with --devices", hint=hint)
-    if devices is not None:
-        if options.ranks != PlanFlags.ranks or options.microbatches != "auto" or by_module:
-            hint = "leave out --ranks, --microbatches and --emit"
-            raise PlanError("--devices searches ranks and microbatches", hint=hint)
-        names = ("link", "across", "per_node", "bandwidth", "latency", "cores", "slowness")
-        if any(getattr(machine, name) != getattr(Machine, name) for name in names):
-            raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
-        degree = machine.tensor_parallel
-        if not degree.isdecimal() and degree != "auto":
-            hint = "--tensor-parallel 8"
-            raise PlanError("tensor-parallel must be a whole number or auto", got=repr(degree), hint=hint)
-        arguments |= {"ranks": None, "devices": devices, "device": machine.device, "speed": machine.speed}
-        arguments["tensor_parallel"] = degree if degree == "auto" else int(degree)
-        if machine.device is not None:
-            arguments["speed"] = None
+        example = replace(example, batch=machine.global_batch)
+    arguments = options.arguments | {"optimizer": state.optimizer, "precision": state.precision}
+    if running is None:
+        arguments |= machine.arguments(options, replicas, emits=by_module is not None)
+    else:
+        if options.ranks not in (PlanFlags.ranks, running.ranks):
+            hint = f"--ranks {running.ranks}, or leave it out"
+            sizes = {"got": options.ranks, "running": running.ranks}
+            raise PlanError("--ranks must be the number of running ranks", hint=hint, **sizes)
+        arguments["ranks"] = replace(running, replicas=penstock.Replicas(replicas))
+    microbatches = arguments["microbatches"]
     problem = "the model failed on the batch while it was recorded or measured"
     with (
         build_model(target, example, device) as (model, args, kwargs),
@@ -344,86 +386,12 @@ def make_plan(
         return _cut_at_modules(single, plan_modules, ties_weights)
 
 
-def _known_partitioner(name: str) -> str:
-    """Refuse an unknown name as wrong usage (exit code 2) before the model is built."""
-    from penstock.partitioners import find
-
-    try:
-        return name if name == "auto" or find(name) else ""
-    except PartitionError as error:
-        raise PlanError(error.problem, hint=error.hint, **error.values) from None
-
-
-# ----------------------------------------------------------------------------------------------------- under torchrun
-
-
 def is_torchrun_rank() -> bool:
     """Whether this process was started by torchrun."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
 
 
-@dataclass(frozen=True)
-class RunningRanks:
-    """The ranks of a running process group, in place of a Machine."""
-
-    running: "Cluster"
-    speed: None = None
-
-    def cluster(self, ranks: int) -> "Cluster":
-        """All running ranks; --ranks must match if it is given."""
-        if ranks not in (PlanFlags.ranks, self.running.ranks):
-            hint = f"--ranks {self.running.ranks}, or leave it out"
-            running = self.running.ranks
-            raise PlanError("--ranks must be the number of running ranks", got=ranks, running=running, hint=hint)
-        return self.running
-
-
-def plan_for_group(
-    target: str,
-    options: PlanFlags,
-    example: Example,
-    by_module: str | None = None,
-    replicas: int = 1,
-    group: Any = None,
-    device: Any = None,
-    state: StateFlags = StateFlags(),
-) -> "Plan":
-    """Plan for the processes of a group, by default all; collective: every rank calls it and gets the same plan."""
-    from penstock.api.plan import plan_together
-
-    def make(cluster: "Cluster") -> "Plan":
-        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas, device, state)
-
-    return plan_together(make, group=group)
-
-
-def _plan_under_torchrun(
-    target: str, options: PlanFlags, example: Example, by_module: str | None, state: StateFlags
-) -> "Plan | None":
-    """The plan on rank 0, None on the other ranks."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        best = plan_for_group(target, options, example, by_module, state=state)
-        return best if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
-
-
 # --------------------------------------------------------------------------------------------- formats of other tools
-
-
-def _check_emit(tool: str, out: Path | None) -> None:
-    """Refuse an unknown tool and files that cannot be written, before the search."""
-    from penstock.views import EMITTERS
-
-    if tool not in EMITTERS:
-        close = get_close_matches(tool.lower(), EMITTERS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(EMITTERS)}"
-        raise PlanError("unknown tool", emit=repr(tool), hint=hint)
-    if out:
-        check_targets((out, out.with_suffix(".csv")))
 
 
 def _cut_at_modules(

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -15,7 +16,7 @@ from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example
 from penstock.cli.output import echo, note
-from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan, plan_for_group
+from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
 from penstock.cli.train_log import (
     RUN,
@@ -32,7 +33,7 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.cli.restarts import SavedPlan
-    from penstock.ir import Plan, Run
+    from penstock.ir import Cluster, Plan, Run
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,11 @@ def train(
     choice = PlanChoice(job, files.plan)
     is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
     if is_torchrun_rank():
-        _end_with_torchrun()
+        from penstock.launch import exit_with_agent, kill_children_at_exit
+
+        # If torchrun is killed, this rank ends, and its data-loader workers with it: they inherit the lock.
+        exit_with_agent()
+        kill_children_at_exit()
     with locked(checkpoints.checkpoint if is_first else None):
         check_checkpoints(checkpoints, ranks, attempt)  # again: another run may have saved there until now
         run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
@@ -137,14 +142,6 @@ def _status_directory(out: Path | None) -> Iterator[Path]:
     rmtree(directory, ignore_errors=True)
 
 
-def _end_with_torchrun() -> None:
-    """Have this rank end if torchrun is killed, and its data-loader workers with it: they inherit the lock."""
-    from penstock.launch import exit_with_agent, kill_children_at_exit
-
-    exit_with_agent()
-    kill_children_at_exit()
-
-
 def _train_under_torchrun(job: Job, choice: "PlanChoice") -> "Run | None":
     import torch.distributed as dist
 
@@ -177,9 +174,8 @@ class PlanChoice:
     def first(self) -> "Plan":
         """The plan to begin with."""
         if self._file is not None:
-            plan = self._given
-            check_min_ranks(self._job.checkpoints, plan.num_ranks)
-            return plan
+            check_min_ranks(self._job.checkpoints, self._given.num_ranks)
+            return self._given
         saved = self._saved
         if saved is None:
             return self._search(self._options)
@@ -195,17 +191,16 @@ class PlanChoice:
 
     def for_running(self, ranks: int) -> "Plan":
         """The plan for the running process group; collective: the same on every rank."""
+        import penstock
+        from penstock.launch import use_local_device
+
         replicas = self._job.flags.replicas
         if replicas > 1:
             if ranks % replicas:
                 hint = "a number of processes that is a multiple of --replicas"
                 raise PenstockError("replicas must have equally many ranks", ranks=ranks, replicas=replicas, hint=hint)
             ranks //= replicas
-        device = self._job.flags.device
-        if device is not None:
-            from penstock.launch import use_local_device
-
-            device = use_local_device(device)
+        device = None if self._job.flags.device is None else use_local_device(self._job.flags.device)
         mesh = job_mesh(self._job.flags, ranks)
         group = None if mesh is None else mesh.get_group("pp")
         fewest = self._job.checkpoints.min_ranks
@@ -218,20 +213,13 @@ class PlanChoice:
             return saved.plan
         previous = self._given if self._file is not None else saved.plan if saved is not None else None
         options = self._options if previous is None else self._same_microbatches(previous)
-        with autocast(self._job):
-            # Each replica plans; if their measurements differ, all follow the plan of the first one.
-            return plan_for_group(
-                self._job.model,
-                replace(options, ranks=ranks),
-                self._job.example,
-                replicas=replicas,
-                group=group,
-                device=device,
-                state=StateFlags.of_training(self._job.flags.optimizer),
-            )
+        options = replace(options, ranks=ranks)
+        # Each replica plans; if their measurements differ, all follow the plan of the first one.
+        return penstock.plan_together(lambda running: self._search(options, running, device), group=group)
 
-    @property
+    @cached_property
     def _given(self) -> "Plan":
+        """The plan of --plan."""
         from penstock.ir import Plan
 
         assert self._file is not None
@@ -239,6 +227,7 @@ class PlanChoice:
 
     @property
     def _saved(self) -> "SavedPlan | None":
+        """The plan of the checkpoint that the run resumes from."""
         checkpoints = self._job.checkpoints
         return saved_plan(checkpoints.source(self._job.attempt)) if checkpoints.checkpoint is not None else None
 
@@ -254,16 +243,17 @@ class PlanChoice:
         is_default = options.microbatches == PlanFlags.microbatches
         return replace(options, microbatches=str(plan.num_microbatches)) if is_default else options
 
-    def _search(self, options: PlanFlags) -> "Plan":
+    def _search(self, options: PlanFlags, running: "Cluster | None" = None, device: Any = None) -> "Plan":
+        """The best plan, for the running ranks or else for local processes."""
         replicas = self._job.flags.replicas
-        machine = Machine() if replicas == 1 else Machine.here(options.ranks, replicas)
         with autocast(self._job):
             return make_plan(
                 self._job.model,
                 options,
-                machine,
                 self._job.example,
+                machine=Machine() if replicas == 1 else Machine.here(options.ranks, replicas),
+                running=running,
                 replicas=replicas,
-                device=self._job.flags.device,
+                device=device or self._job.flags.device,
                 state=StateFlags.of_training(self._job.flags.optimizer),
             )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock import Cluster, Plan, PlanError
-from penstock.cli.plan import RunningRanks, is_torchrun_rank
+from penstock import Plan
+from penstock.cli.plan import is_torchrun_rank
 
 FILE = """\
 import torch
@@ -41,8 +41,8 @@ def test_a_machine_is_not_described_where_it_is_measured(call) -> None:
     assert "options that describe the machine must not be given" in shown.stderr
 
 
-def test_other_ranks_than_those_that_run_are_refused() -> None:
-    running = Cluster(2)
-    assert RunningRanks(running).cluster(2) == RunningRanks(running).cluster(4) == running
-    with pytest.raises(PlanError, match=r"must be the number of running ranks \(got: 3, running: 2\)"):
-        RunningRanks(running).cluster(3)
+@pytest.mark.usefixtures("alone")
+def test_other_ranks_than_those_that_run_are_refused(call) -> None:
+    shown = call("plan", "model.py:build", "--ranks", "3")
+    assert shown.exit_code == 2
+    assert "must be the number of running ranks (got: 3, running: 1)" in shown.stderr
