@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from penstock.errors import RunError
 from penstock.launch import StatusFile, explain_hang, launch, serialization
@@ -139,13 +142,42 @@ def serve(connections: list[Connection], directory: str) -> None:
             connection.close()
     connection = connections[rank]
     connection.send_bytes(serialization.pack((True, os.getpid())))
+    groups = ReusedGroups()
     while job := serialization.unpack(connection.recv_bytes()):
         module, name, args = job
+        groups.begin_job()
         try:
             result = (True, getattr(importlib.import_module(module), name)(*args))
         except Exception:
             result = (False, traceback.format_exc())
         connection.send_bytes(serialization.pack(result))
+
+
+class ReusedGroups:
+    """Gives a job the process groups that an earlier job made for the same ranks, instead of new ones.
+
+    Each group has threads that wake up 100 times a second: those of a hundred jobs would slow the tests down. The nth
+    group that a job makes of some ranks is the nth of the earlier job, so that no two of its groups become one.
+    """
+
+    def __init__(self) -> None:
+        self._new_group = dist.new_group
+        self._groups: dict[tuple[Any, ...], list[Any]] = {}
+        self._num_used: Counter[tuple[Any, ...]] = Counter()
+        dist.new_group = device_mesh.new_group = self.new_group
+
+    def begin_job(self) -> None:
+        """Make all groups available again."""
+        self._num_used.clear()
+
+    def new_group(self, ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `torch.distributed.new_group`."""
+        kind = (None if ranks is None else tuple(ranks), args, *sorted(kwargs.items()))
+        known = self._groups.setdefault(kind, [])
+        if self._num_used[kind] == len(known):
+            known.append(self._new_group(ranks, *args, **kwargs))
+        self._num_used[kind] += 1
+        return known[self._num_used[kind] - 1]
 
 
 class Pools:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,8 @@ class ProcessGroups:
     connections: Any = None
     """the result of `transports.links.connect`, once it was called"""
 
-    _channels: ClassVar[dict[int, tuple[Any, Any]]] = {}
-    """by the id of a control group, which is kept with them"""
+    _channels: ClassVar[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+    """by control group"""
     interrupted: ClassVar[dict[int, Any]] = {}
     """by id, the groups in which messages of a failed step were dropped, and may still arrive"""
 
@@ -74,11 +75,11 @@ class ProcessGroups:
 
         All Pipelines of the group share them, so that ranks that call different Pipelines are seen to disagree.
         """
-        return self._channels.get(id(self.control), (None, None))[1]
+        return self._channels.get(self.control)
 
     @channels.setter
     def channels(self, channels: Any) -> None:
-        self._channels[id(self.control)] = self.control, channels
+        self._channels[self.control] = channels
 
     @classmethod
     def local(cls, num_ranks: int) -> "ProcessGroups":
