@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,10 @@ GROUP_PREFIX = "group-"
 _END_GROUPS = f'for file in "$0"/{GROUP_PREFIX}*; do kill -s KILL -- "-${{file##*-}}"; done'
 _CLEANUP_SCRIPT = f'read -r _; {_END_GROUPS}; rm -rf -- "$0"'
 _MAX_PATH_BYTES = 4096
-_shared: tuple[int, Any, Path] | None = None
-"""the process and default group that made a directory for status files, and the directory"""
+# By default group, which is not kept alive by it: a group that is freed in a forked process waits for its threads, which
+# only the parent has.
+_shared: WeakKeyDictionary[Any, tuple[int, Path]] = WeakKeyDictionary()
+"""the process that made a directory for status files, and the directory"""
 
 
 @contextmanager
@@ -65,12 +68,12 @@ def shared_status_directory() -> Path:
     It is the launcher's directory, or one that rank 0 makes in the first call. A rank on another host makes its own of
     that name, and sees the status files of its host only.
     """
-    global _shared
     known = status_directory()
     if known is not None:
         return known
-    if _shared is not None and _shared[0] == os.getpid() and _shared[1] is dist.group.WORLD:
-        return _shared[2]
+    process, directory = _shared.get(dist.group.WORLD, (0, Path()))
+    if process == os.getpid():
+        return directory
     is_first = dist.get_rank() == 0
     path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
     # As bytes of a fixed length: broadcast_object_list would unpickle data from the network.
@@ -78,7 +81,7 @@ def shared_status_directory() -> Path:
     content = torch.tensor(padded, dtype=torch.uint8, device=group_device())
     dist.broadcast(content, src=0)
     directory = Path(bytes(content.tolist()).rstrip(b"\0").decode())
-    _shared = os.getpid(), dist.group.WORLD, directory
+    _shared[dist.group.WORLD] = os.getpid(), directory
     if not is_first:
         try:
             directory.mkdir(mode=0o700)

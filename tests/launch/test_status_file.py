@@ -256,3 +256,20 @@ def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(
     assert len({directory for directory, _ in results}) == 1
     assert results[0][0].parent == tidy
     assert results[2][1] == ["started"] * 3
+
+
+def test_a_process_with_a_directory_of_its_own_can_launch_ranks(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(scratch, "atexit", SimpleNamespace(register=at_exit.append))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    shared_status_directory()
+    dist.destroy_process_group()
+
+    def run_as_a_rank() -> bool:
+        del os.environ[STATUS_DIR_VARIABLE]
+        exists = shared_status_directory().exists()  # must not free the group of the parent: it would wait for ever
+        at_exit[-1]()
+        return exists
+
+    assert launch(run_as_a_rank, 1, timeout=60.0) == [True]
+    at_exit[0]()
