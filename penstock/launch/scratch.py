@@ -28,8 +28,8 @@ GROUP_PREFIX = "group-"
 _END_GROUPS = f'for file in "$0"/{GROUP_PREFIX}*; do kill -s KILL -- "-${{file##*-}}"; done'
 _CLEANUP_SCRIPT = f'read -r _; {_END_GROUPS}; rm -rf -- "$0"'
 _MAX_PATH_BYTES = 4096
-# By default group, which is not kept alive by it: a group that is freed in a forked process waits for its threads, which
-# only the parent has.
+# By default group, which is not kept alive by it: a group that is freed in a forked process waits for its threads,
+# which only the parent has.
 _shared: WeakKeyDictionary[Any, tuple[int, Path]] = WeakKeyDictionary()
 """the process that made a directory for status files, and the directory"""
 
