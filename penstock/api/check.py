@@ -17,6 +17,7 @@ from penstock.capture import (
     DrawSeed,
     Granularity,
     RowSlice,
+    dtype_name,
     isolated,
     row_slices,
     sharded_head,
@@ -289,7 +290,7 @@ class _StepRunner:
                 if terms:
                     torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, f) for v, f in terms])
                 written |= {name for name, buffer in self._buffers().items() if not _equal(buffer, before.get(name))}
-            dtype = str(tracker.dtype).removeprefix("torch.")
+            dtype = dtype_name(tracker.dtype)
             tensors = self._tensors(total.to(next(iter(losses.values()))))
             return _StepResult(tensors, coarsest_dtype=dtype, written_in_backward=frozenset(written))
 

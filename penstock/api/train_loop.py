@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.api.pipeline import Pipeline
 from penstock.api.step_logs import StepLogs
 from penstock.api.train_options import TrainOptions
+from penstock.capture import is_inexact
 from penstock.checkpoint import (
     Batches,
     CheckpointDir,
@@ -80,7 +81,7 @@ def size_of(call: StepCall) -> tuple[int, int]:
     if not tensors:
         return 0, 0
     first = tensors[0]
-    is_text = first.dim() == 2 and not (first.is_floating_point() or first.is_complex())
+    is_text = first.dim() == 2 and not is_inexact(first)
     return len(first), first.numel() if is_text else 0
 
 

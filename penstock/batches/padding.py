@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.batches.cuts import TARGET, Cut
 from penstock.batches.microbatches import Columns, Microbatch
+from penstock.capture import is_integer
 from penstock.errors import RunError
 from penstock.ir import listed, named_leaves
 
@@ -85,9 +86,7 @@ def find_padding(whole: Microbatch) -> Padding:
                 raise RunError("a mask must be 0 or 1 for budget_tokens to read lengths from it", argument=name)
         elif word in _LOSS_MASKS:
             labels[name] = tensor != 0
-        elif (word == _LABELS or name.partition(".")[0] == TARGET) and not (
-            tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-        ):
+        elif (word == _LABELS or name.partition(".")[0] == TARGET) and is_integer(tensor):
             labels[name] = tensor != _IGNORED
     shown = {**masks, **labels}
     if not shown:

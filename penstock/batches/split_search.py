@@ -16,6 +16,8 @@ from penstock.batches.cuts import Argument, Split, batch_size, has_rule
 from penstock.batches.microbatches import split_batch
 from penstock.capture import (
     copy_leaf,
+    is_inexact,
+    is_integer,
     isolated,
     register_containers,
     seed_generators,
@@ -135,7 +137,7 @@ class _Search:
         named = (item for part in configs for item in getattr(part, "__dict__", {}).items())
         tokens = dict.fromkeys(value for name, value in named if name.endswith("token_id") and type(value) is int)
         for tensor in tensors:
-            if len(tensor.value) == batch and _is_integer(tensor.value):
+            if len(tensor.value) == batch and is_integer(tensor.value):
                 for token in tokens:
                     if not tensor.value.is_meta and int((tensor.value == token).sum()) == length:
                         yield Ragged(tensor.name, token)
@@ -247,13 +249,9 @@ def _list_options(part: Argument, batch: int) -> tuple[Any, ...]:
     return ("items", "samples") if is_items else ("samples", "items")
 
 
-def _is_integer(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-
-
 def _adds_up(sizes: Tensor, length: int) -> bool:
     """Whether a table of sizes describes a tensor of this length."""
-    if not _is_integer(sizes) or sizes.dim() not in (1, 2) or sizes.is_meta:
+    if not is_integer(sizes) or sizes.dim() not in (1, 2) or sizes.is_meta:
         return False
     if sizes.dim() == 2 and sizes.shape[1] > _MAX_COLUMNS:
         return False
@@ -324,7 +322,7 @@ def additive_dim(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> in
 def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     if tensor.is_meta or expected.is_meta:
         return tensor.shape == expected.shape
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not is_inexact(tensor):
         return torch.equal(tensor, expected)
     if not tensor.numel():
         return True

@@ -13,9 +13,10 @@ The files, in the order in which to read them:
     hooks.py          intercepts modules, autograd functions and scripted functions; disables the user's hooks
     functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
     draws.py          random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
-    tensor_table.py   names of tensors, shared memory
-    arguments.py      arguments and results as plain data; objects.py: inside arbitrary objects
+    tensor_table.py   names of tensors, shared memory; tensors.py: dtypes, gradients, memory and content of tensors
+    arguments.py      arguments as plain data; structures.py: results as text; objects.py: inside arbitrary objects
     effects.py        side effects of a call; call_context.py: grad mode and autocast around it
+    function_kinds.py which torch functions read metadata, write in place or draw random numbers
     isolation.py      restores everything that a forward changes
     graph_builder.py  the Graph of a record
     fingerprint.py    signatures of batches and models; guards.py: values that a batch must have for a recording to hold
@@ -41,7 +42,17 @@ from penstock.capture.objects import (
 )
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
-from penstock.capture.tensor_table import device_of, has_gradient, spec_of, storage_id
+from penstock.capture.tensors import (
+    as_real,
+    device_of,
+    dtype_name,
+    dtype_named,
+    has_gradient,
+    is_inexact,
+    is_integer,
+    spec_of,
+    storage_id,
+)
 from penstock.capture.vocabulary import (
     RowSlice,
     find_head,
@@ -66,6 +77,7 @@ __all__ = [
     "Recording",
     "Replay",
     "RowSlice",
+    "as_real",
     "call_hook",
     "capture",
     "code_origin",
@@ -73,10 +85,14 @@ __all__ = [
     "describe_model",
     "describe_recording",
     "device_of",
+    "dtype_name",
+    "dtype_named",
     "find_head",
     "has_gradient",
     "intercept_modules",
     "internal_call",
+    "is_inexact",
+    "is_integer",
     "is_internal_call",
     "isolated",
     "make_recording",

@@ -1,21 +1,17 @@
-"""Encodes the arguments and results of calls as plain data.
+"""Encodes the arguments of calls as plain data.
 
 Arguments become trees (`penstock.ir.Tree`): containers, plain values, and references to named tensors. Functions,
-classes and constants that plain data cannot hold go into the *live table* and are referred to by key. Results are
-compared by their structure, one line of text.
+classes and constants that plain data cannot hold go into the *live table* and are referred to by key.
 """
 
 import enum
 import inspect
-import operator
 import re
-import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -23,33 +19,15 @@ from torch.overrides import resolve_name
 
 from penstock.capture.draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
 from penstock.capture.functions import WholeFunction
-from penstock.capture.objects import holds_tensors, register_class_of, register_containers, user_line
-from penstock.capture.tensor_table import same_content
+from penstock.capture.objects import holds_tensors, user_line
+from penstock.capture.tensors import same_content
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
-from penstock.ir import (
-    Container,
-    ObjectRef,
-    Parts,
-    Ref,
-    State,
-    Tree,
-    attributes_of,
-    is_attributes_only,
-    leaves,
-    take_apart,
-)
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-TENSOR = "*"
-"""the structure of a single tensor"""
-_REPR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype, enum.Enum)
-_VALUE_TYPES = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
-_FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
-_TYPES_WITH_NAN = (float, complex, list, tuple)
 
 
 @dataclass(frozen=True)
@@ -199,141 +177,3 @@ def _are_interchangeable(first: Any, second: Any) -> bool:
         return bool(type(first) is type(second) and first == second)
     except (ValueError, RuntimeError, TypeError):
         return False
-
-
-# Containers among arguments
-
-
-class ArgumentContents:
-    """The contents of the containers among the arguments of a call, compared before and after it."""
-
-    def __init__(self, args: Any, kwargs: Any, held: Collection[int]) -> None:
-        """`held` has the identities of the objects that modules hold."""
-        self._given, self._held = (tuple(args), dict(kwargs)), held
-        self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
-        # Objects that are not containers, and are passed as they are: if the call changes one, its class becomes a
-        # container.
-        objects = [leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf))]
-        self._leaves = [(leaf, structure_of(attributes_of(leaf))) for leaf in objects if id(leaf) not in held]
-        self._objects = [
-            (thing, _content(thing)) for thing in (*_containers(self._given), *objects) if id(thing) in held
-        ]
-
-    def registers_containers(self, result: Any) -> bool:
-        """Register the classes of objects that the call returned or changed; returns whether some were new."""
-        changed = [leaf for leaf, before in self._leaves if structure_of(attributes_of(leaf)) != before]
-        # A list, not a generator: every class must be registered.
-        return any([register_containers((result, self._given)), *map(register_class_of, changed)])
-
-    def have_changed(self, where: str) -> bool:
-        """Whether a container holds other tensors or other plain values than before the call."""
-        for container, before in self._objects:
-            if _content(container) != before:
-                raise CaptureError(
-                    "a block changes an object that a module of the model holds, which other stages would not see",
-                    object=type(container).__name__,
-                    where=where,
-                    hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
-                )
-        # Tensors by identity, everything else by its text.
-        tensors = _tensors(self._given)
-        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        return not is_same or structure_of(self._given) != self._structure
-
-    def are_shared(self) -> bool:
-        """Whether two arguments are, or hold, the same list, dict or object: a replay would pass two different ones."""
-        ids = [id(container) for container in _containers(self._given) if not isinstance(container, tuple | slice)]
-        return len(set(ids)) < len(ids)
-
-
-def _containers(structure: object) -> Iterator[object]:
-    parts = take_apart(structure)
-    if parts is not None:
-        yield structure
-        for item in parts.items:
-            yield from _containers(item)
-
-
-def _tensors(structure: object) -> list[Tensor]:
-    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
-
-
-def _content(thing: object) -> tuple[str, list[int]]:
-    # The class of an object may become that of a container between two calls.
-    parts = take_apart(thing) or attributes_of(thing)
-    return structure_of(parts), list(map(id, _tensors(parts)))
-
-
-# Structures of results
-
-
-def structure_of(value: object) -> str:
-    """Classes, keys and plain values of a structure in one line; every tensor is "*", an object only its class.
-
-    A record holds for a batch only if every call returns the structure that it returned when it was recorded.
-    """
-    if isinstance(value, Tensor):
-        return TENSOR
-    if parts := take_apart(value):
-        # The keys of a list are its indices.
-        kind = parts.kind.__qualname__
-        if issubclass(parts.kind, list | tuple):
-            return f"{kind}({', '.join(map(structure_of, parts.items))})"
-        pairs = zip(map(structure_of, parts.keys), map(structure_of, parts.items), strict=True)
-        return f"{kind}({', '.join(f'{key}: {item}' for key, item in pairs)})"
-    if isinstance(value, set | frozenset):
-        return f"{type(value).__qualname__}({', '.join(sorted(map(structure_of, value)))})"
-    if _is_shown_by_structure(value):
-        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-            return f"{value.__module__}.{value.__qualname__}"
-        return repr(value)
-    return f"object {type(value).__qualname__}"
-
-
-def opaque_leaves(structure: object, is_known: Callable[[Any], bool]) -> list[object]:
-    """The objects that the text of a structure shows only by class, except those that `is_known` accepts."""
-    return [leaf for leaf in leaves(structure) if not _is_shown_by_structure(leaf) and not is_known(leaf)]
-
-
-def structure_with_names(structure: object, name: Callable[[Tensor], str]) -> Any:
-    """The structure with containers as their Parts and tensors as references to their names."""
-    if isinstance(structure, Tensor):
-        return Ref(name(structure))
-    parts = take_apart(structure)
-    if parts is None:
-        return structure
-    return Parts(parts.kind, parts.keys, tuple(structure_with_names(item, name) for item in parts.items))
-
-
-def _is_shown_by_structure(leaf: object) -> bool:
-    """Whether two values with equal text in `structure_of` are equal."""
-    if isinstance(leaf, Tensor) or type(leaf) in _VALUE_TYPES or isinstance(leaf, (*_REPR_TYPES, type)):
-        return True
-    if isinstance(leaf, set | frozenset):
-        return all(map(_is_shown_by_structure, leaf))
-    if not isinstance(leaf, _FUNCTION_TYPES) or "<locals>" in leaf.__qualname__:
-        # A function defined inside another one may depend on the variables around it.
-        return False
-    owner = getattr(leaf, "__self__", None)
-    return owner is None or isinstance(owner, types.ModuleType | type)
-
-
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """The value that a guard expects to read."""
-
-    value: Any
-
-    def agrees(self, value: Any) -> bool:
-        """Whether the same value was read again."""
-        if isinstance(self.value, np.ndarray):
-            return np.array_equal(value, self.value, equal_nan=True)
-        if type(value) is not type(self.value):
-            return False
-        # By repr too, as NaN is not equal to itself, also inside a list.
-        return bool(value == self.value) or (isinstance(value, _TYPES_WITH_NAN) and repr(value) == repr(self.value))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Expected) and self.agrees(other.value)
-
-    __hash__ = None  # type: ignore[assignment]

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,26 @@ from penstock.capture.objects import register_containers
 from penstock.capture.recorder import WholeFunctions
 from penstock.capture.recording import Recording, make_recording, run_with_draws
 from penstock.capture.replay import ArgumentReader, Getter, Replay, Values, WrapModule
-from penstock.capture.tensor_table import device_of, storage_id
+from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
 from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 _MAX_EXAMPLE_SEEDS = 8
 """with how many seeds the example is recorded, if random numbers decide which blocks are called"""
+
+
+class NamedBatch(NamedTuple):
+    """A batch with everything that decides which recording holds for it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """as the model is called with them"""
+    inputs: Values
+    """the tensors among the arguments, by name"""
+    signature: Any
+    """equal for batches of the same structure, shapes and dtypes"""
+    seed: DrawSeed
 
 
 def capture(
@@ -154,10 +167,10 @@ class Captured:
     def num_new(self, batches: Iterable[Batch], seed: int) -> int:
         """The number of recordings that `recordings` would make, as far as signatures show."""
         fingerprint, new = self._fingerprint(), set()
-        for _, _, inputs, signature, own_seed in self._described(batches, seed):
-            known = self._recordings.get((signature, fingerprint), [])
-            if not any(self._holds(recording, inputs, own_seed) for recording in known):
-                new.add(signature)
+        for batch in self._named_batches(batches, seed):
+            known = self._recordings.get((batch.signature, fingerprint), [])
+            if not any(self._holds(recording, batch) for recording in known):
+                new.add(batch.signature)
         return len(new)
 
     def recordings(
@@ -173,63 +186,64 @@ class Captured:
         seed = self.seed if seed is None else seed
         fingerprint = self._fingerprint()
         results: list[tuple[Recording, Values]] = []
+        # By signature, because the fingerprint has entries for every module: hashing it takes longer than all the rest.
         candidates: dict[Any, list[Recording]] = {}
-        known: tuple[Any, Recording] | None = None
-        """the signature of the last microbatch and its recording, if that holds for all others with this signature"""
-        for args, kwargs, inputs, signature, own_seed in self._described(batches, seed):
-            # Microbatches usually have the same signature object: a fast path without comparing contents.
-            if known is not None and signature is known[0]:
-                results.append((known[1], inputs))
+        # Microbatches usually have the same signature object. If the recording of the last one holds for all batches of
+        # its signature, nothing else is compared.
+        last_signature: Any = None
+        last_recording: Recording | None = None
+        for batch in self._named_batches(batches, seed):
+            if last_recording is not None and batch.signature is last_signature:
+                results.append((last_recording, batch.inputs))
                 continue
-            if signature not in candidates:
-                candidates[signature] = self._recordings.get((signature, fingerprint), [])
-            holding = (candidate for candidate in candidates[signature] if self._holds(candidate, inputs, own_seed))
+            if batch.signature not in candidates:
+                candidates[batch.signature] = self._recordings.get((batch.signature, fingerprint), [])
+            holding = (candidate for candidate in candidates[batch.signature] if self._holds(candidate, batch))
             recording = next(holding, None)
+            is_first = recording is not None and recording is candidates[batch.signature][0]
             if recording is None:
                 num_recorded -= 1
-                recording = self._record(signature, fingerprint, args, kwargs, own_seed)
+                recording = self._record(batch, fingerprint)
                 # Recording may open leaves and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
             self._last_used.find(recording)
             if recording.written_inputs:
-                _refuse_shared_inputs(inputs, recording.written_inputs)
-            known = None
-            if candidates.get(signature, [None])[0] is recording and self._guards_of(recording).always_hold:
-                known = None if recording.written_inputs else (signature, recording)
-            results.append((recording, inputs))
+                _refuse_shared_inputs(batch.inputs, recording.written_inputs)
+            always_holds = is_first and not recording.written_inputs and self._guards_of(recording).always_hold
+            last_signature, last_recording = batch.signature, recording if always_holds else None
+            results.append((recording, batch.inputs))
         if num_recorded:
             self.record_again(batches[0], seed, num_recorded)
         return results
 
-    def _described(self, batches: Iterable[Batch], seed: int) -> Iterator[tuple[Any, Any, Values, Any, DrawSeed]]:
-        """For each batch: the arguments of the model, their tensors by name, their signature, and the seed."""
+    def _named_batches(self, batches: Iterable[Batch], seed: int) -> Iterator[NamedBatch]:
+        """The microbatches of a step. Names and signatures are found once for microbatches that are called alike."""
         parameters = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {})
-        names: dict[object, list[tuple[str, int]]] = {}
-        """names and positions of the arguments by the form of the call, if all of them are different tensors"""
+        known_names: dict[object, list[tuple[str, int]]] = {}
+        """by the form of a call whose arguments are different tensors: their names, and their positions in the call"""
         last_specs, signature = None, None
         for index, (args, kwargs) in enumerate(batches):
             if kwargs.get("use_cache") is None:
                 kwargs = {**kwargs, **no_cache}
             given = (*args, *kwargs.values())
             form = len(args), tuple(kwargs)
-            is_plain = all(isinstance(value, Tensor) for value in given) and len(set(map(id, given))) == len(given)
             specs: list[Any] | None = None
-            if is_plain:
+            if all(isinstance(value, Tensor) for value in given) and len(set(map(id, given))) == len(given):
                 specs = [form, *[(v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in given]]
-            if is_plain and form in names:
-                named_values = {name: given[position] for name, position in names[form]}
+            if specs is not None and form in known_names:
+                named = {name: given[position] for name, position in known_names[form]}
             else:
-                named_values = named_inputs(self.model.forward, args, kwargs, parameters)
-                if is_plain:
+                named = named_inputs(self.model.forward, args, kwargs, parameters)
+                if specs is not None:
                     positions = {id(value): position for position, value in enumerate(given)}
-                    names[form] = [(name, positions[id(leaf)]) for name, leaf in named_values.items()]
+                    known_names[form] = [(name, positions[id(leaf)]) for name, leaf in named.items()]
             if specs is None or specs != last_specs:
                 # Else it is that of the microbatch before, and computing it again would cost more than the comparison.
-                signature, last_specs = batch_signature(named_values), specs
-            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
-            yield args, kwargs, inputs, signature, DrawSeed(seed, index)
+                signature, last_specs = batch_signature(named), specs
+            inputs = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+            yield NamedBatch(args, kwargs, inputs, signature, DrawSeed(seed, index))
 
     def record_again(self, batch: Batch, seed: int, count: int) -> None:
         """Record a batch that is known `count` times, for other processes that its modules communicate with."""
@@ -242,19 +256,17 @@ class Captured:
         # A class that has become a container since a recording is taken apart in its calls from now on.
         return settings, num_registered()
 
-    def _record(
-        self, signature: Any, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed
-    ) -> Recording:
+    def _record(self, batch: NamedBatch, fingerprint: Any) -> Recording:
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
-        made = self._make(fingerprint, args, kwargs, seed)
+        made = self._make(fingerprint, batch.args, batch.kwargs, batch.seed)
         self._first = self._first or made
         # Leaves that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
         self._volatile |= made.volatile
-        key = (signature, self._fingerprint())
+        key = (batch.signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
         self._forms.put((key[1], made.form), None)
         for old_key, old in self._last_used.put(made, (key, made)):
@@ -295,13 +307,13 @@ class Captured:
                 return block
         return None
 
-    def _holds(self, recording: Recording, inputs: Values, seed: DrawSeed) -> bool:
+    def _holds(self, recording: Recording, batch: NamedBatch) -> bool:
         """Whether all guards on inputs and random numbers hold for this batch."""
         guards = self._guards_of(recording)
         if guards.always_hold:
             return True
         # On the meta device there are no values to read, except random numbers that are drawn on the CPU.
-        return (self.is_meta and not guards.depend_on_draws) or guards.hold(inputs, seed)
+        return (self.is_meta and not guards.depend_on_draws) or guards.hold(batch.inputs, batch.seed)
 
     def _guards_of(self, recording: Recording) -> InputGuards:
         return self._guards.get(recording, lambda: InputGuards(recording, self.model))

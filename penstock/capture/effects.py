@@ -1,8 +1,9 @@
-"""Detects side effects of calls: in-place writes, state updates, random numbers, reads of metadata."""
+"""Detects the side effects of a call: tensors and containers that it changes, random numbers that it draws."""
 
+import operator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -11,8 +12,12 @@ from penstock.capture.arguments import FunctionApply
 from penstock.capture.draws import PythonDraw
 from penstock.capture.functions import WholeFunction
 from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
-from penstock.capture.tensor_table import TensorTable, buffers_and_attributes, same_content, storage_id
-from penstock.ir import leaves
+from penstock.capture.objects import register_class_of, register_containers
+from penstock.capture.structures import structure_of
+from penstock.capture.tensor_table import TensorTable
+from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id
+from penstock.errors import CaptureError
+from penstock.ir import attributes_of, is_attributes_only, leaves, take_apart
 
 
 class CallEffects:
@@ -99,102 +104,61 @@ def _meta_statistics(module: nn.Module | None) -> set[int]:
     return {id(buffer) for norm in norms if norm.training for buffer in norm.buffers() if buffer.is_meta}
 
 
-# Kinds of torch functions, by name
+class ArgumentContents:
+    """The contents of the containers among the arguments of a call, compared before and after it."""
 
-# fmt: off
-_METADATA_GETTERS = frozenset(
-    {
-        "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "is_leaf",
-        "grad_fn", "is_sparse", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mkldnn", "is_mps",
-        "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "output_nr", "_version", "grad",
-    }
-)
-_METADATA_CALLS = frozenset(
-    {
-        "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
-        "get_device", "storage_offset", "ndimension", "__len__", "is_inference", "is_signed", "data_ptr",
-        "nelement", "untyped_storage", "is_conj", "is_neg", "is_same_size", "result_type", "can_cast",
-        "promote_types", "is_tensor", "__format__", "__repr__", "__hash__", "is_pinned", "is_shared",
-    }
-)
-_SIZE_GETTERS = frozenset({"shape", "nbytes"})
-_SIZE_CALLS = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size", "untyped_storage"})
-_IN_PLACE_OPERATORS = frozenset(
-    {
-        "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__idiv__", "__ifloordiv__",
-        "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
-    }
-)
-_FLAG_SETTERS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
-_RANDOM = frozenset(
-    {
-        "bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm",
-        "uniform",
-    }
-)
-# fmt: on
-TENSOR_EFFECTS = frozenset(
-    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
-)
-"""calls that are recorded although they return no new tensor: like in-place writes, they change their tensor"""
-GRADIENT_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+    def __init__(self, args: Any, kwargs: Any, held: Collection[int]) -> None:
+        """`held` has the identities of the objects that modules hold."""
+        self._given = (tuple(args), dict(kwargs))
+        self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
+        # Objects that are not containers, and are passed as they are: if the call changes one, its class becomes a
+        # container.
+        objects = [leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf))]
+        self._passed_objects = [(leaf, structure_of(attributes_of(leaf))) for leaf in objects if id(leaf) not in held]
+        self._held_objects = [
+            (thing, _content(thing)) for thing in (*_containers(self._given), *objects) if id(thing) in held
+        ]
 
+    def registers_containers(self, result: Any) -> bool:
+        """Register the classes of objects that the call returned or changed; returns whether some were new."""
+        changed = [leaf for leaf, before in self._passed_objects if structure_of(attributes_of(leaf)) != before]
+        # A list, not a generator: every class must be registered.
+        return any([register_containers((result, self._given)), *map(register_class_of, changed)])
 
-def reads_metadata(func: Any) -> bool:
-    """Whether the result is the same for every batch of one signature, as for `x.dtype`."""
-    getter = _getter_name(func)
-    return getter in _METADATA_GETTERS if getter else _name(func) in _METADATA_CALLS
+    def have_changed(self, where: str) -> bool:
+        """Whether a container holds other tensors or other plain values than before the call."""
+        for container, before in self._held_objects:
+            if _content(container) != before:
+                raise CaptureError(
+                    "a block changes an object that a module of the model holds, which other stages would not see",
+                    object=type(container).__name__,
+                    where=where,
+                    hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
+                )
+        # Tensors by identity, everything else by its text.
+        tensors = _tensors(self._given)
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return not is_same or structure_of(self._given) != self._structure
+
+    def are_shared(self) -> bool:
+        """Whether two arguments are, or hold, the same list, dict or object: a replay would pass two different ones."""
+        ids = [id(container) for container in _containers(self._given) if not isinstance(container, tuple | slice)]
+        return len(set(ids)) < len(ids)
 
 
-def reads_size(func: Any) -> bool:
-    """Whether the function reads a size, which may depend on the content of other tensors, as after `nonzero`."""
-    getter = _getter_name(func)
-    return getter in _SIZE_GETTERS if getter else _name(func) in _SIZE_CALLS
+def _containers(structure: object) -> Iterator[object]:
+    parts = take_apart(structure)
+    if parts is not None:
+        yield structure
+        for item in parts.items:
+            yield from _containers(item)
 
 
-def reads_gradient(func: Any) -> bool:
-    """Whether the function reads `tensor.grad`."""
-    return _getter_name(func) == "grad"
+def _tensors(structure: object) -> list[Tensor]:
+    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
 
 
-def sets_requires_grad(func: Any) -> bool:
-    """Whether the function assigns `tensor.requires_grad`."""
-    return _name(func) == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
-
-
-def writes_in_place(func: Any) -> bool:
-    """Whether the function writes into its first argument, by its name: a write to `x.data` increases no version."""
-    name = _name(func)
-    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _FLAG_SETTERS)
-
-
-def is_random(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether a call draws random numbers although torch's default generators do not move.
-
-    They do not move on the meta device, nor for a call that is passed its own generator.
-    """
-    if any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
-        return True
-    return draws_on_meta(func, args, kwargs, result)
-
-
-def draws_on_meta(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether a function on the meta device, where no generator moves, would draw random numbers on a real one."""
-    if not isinstance(result, Tensor) or not result.is_meta:
-        return False
-    name = _name(func)
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if "dropout" in name:
-        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        return bool(probability and kwargs.get("training", args[2] if len(args) > 2 else True))
-    return name.rstrip("_") in _RANDOM
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", "")
-
-
-def _getter_name(func: Any) -> str:
-    """The attribute that a getter reads, such as `shape`; "" if the function is not a getter."""
-    return getattr(getattr(func, "__self__", None), "__name__", "") if _name(func) == "__get__" else ""
+def _content(thing: object) -> tuple[str, list[int]]:
+    # The class of an object may become that of a container between two calls.
+    parts = take_apart(thing) or attributes_of(thing)
+    return structure_of(parts), list(map(id, _tensors(parts)))

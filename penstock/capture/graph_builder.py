@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from penstock.capture.recorder import CallNote
-from penstock.capture.tensor_table import Edge, TensorTable, spec_of, storage_id
+from penstock.capture.tensor_table import Edge, TensorTable
+from penstock.capture.tensors import spec_of, storage_id
 from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, refs, states
 
 

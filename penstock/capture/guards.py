@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.arguments import TENSOR
 from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, torch_generators
 from penstock.capture.hooks import without_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
+from penstock.capture.structures import TENSOR
 from penstock.ir import Guard, refs
 
 

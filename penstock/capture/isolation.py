@@ -22,7 +22,7 @@ from penstock.capture.generators import (
     torch_generators,
 )
 from penstock.capture.objects import PLAIN_TYPES, code_origin
-from penstock.capture.tensor_table import buffers_and_attributes, same_content, storage_id
+from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id
 from penstock.ir import leaves
 
 _is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=False)

@@ -5,9 +5,16 @@ scripted functions are intercepted (`hooks.py`). Outside of leaves each of these
 `Guard` if it reads a Python value from a tensor. Nothing is recorded inside a leaf; the recorder only checks that no
 tensor enters or leaves it other than through arguments and results.
 
-`Recorder._run_and_record` handles every call, in this order: it writes the arguments as trees, runs the call
-(`_run_observed`), finds the containers and tensors that the call changed, and appends a Call or a Guard. If the model
-must be recorded in another way, it raises one of the exceptions below, and `recording.py` starts again.
+Every call outside of leaves goes through these methods:
+
+    _record                pauses the recorder, and calls:
+    _run_and_record        decides what the call becomes in the record: a Call, a Guard or nothing
+      _write_arguments     the arguments as trees, before the call can change them
+      _run_observed        runs the call, and notes its side effects in a RunningCall
+      _add_guard           a Python value that was read from tensors
+      _add_call            a call with new values, for which it makes names
+
+If the model must be recorded in another way, they raise one of the exceptions below, and `recording.py` starts again.
 """
 
 import sys
@@ -22,17 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture.arguments import (
-    TENSOR,
-    ArgumentContents,
-    ArgumentWriter,
-    Expected,
-    FunctionApply,
-    opaque_leaves,
-    short_name,
-    structure_of,
-    structure_with_names,
-)
+from penstock.capture.arguments import ArgumentWriter, FunctionApply, short_name
 from penstock.capture.call_context import ContextTracker
 from penstock.capture.draws import (
     RANDOMNESS_HINT,
@@ -44,16 +41,15 @@ from penstock.capture.draws import (
     python_seeded,
     seed_torch,
 )
-from penstock.capture.effects import (
+from penstock.capture.effects import ArgumentContents, CallEffects, runs_python
+from penstock.capture.function_kinds import (
     GRADIENT_FUNCTIONS,
     TENSOR_EFFECTS,
-    CallEffects,
     draws_on_meta,
     is_random,
     reads_gradient,
     reads_metadata,
     reads_size,
-    runs_python,
     sets_requires_grad,
     writes_in_place,
 )
@@ -61,7 +57,9 @@ from penstock.capture.functions import WholeFunction, enclosing_function
 from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
-from penstock.capture.tensor_table import TensorTable, has_gradient, storage_id
+from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
+from penstock.capture.tensor_table import TensorTable
+from penstock.capture.tensors import has_gradient, storage_id
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.capture.vocabulary import ShardedLogits
 from penstock.errors import CaptureError
@@ -72,6 +70,7 @@ from penstock.ir import (
     Ref,
     Results,
     State,
+    Tree,
     bind_state,
     copy_into,
     leaves,
@@ -123,6 +122,11 @@ class WholeFunctions:
     opened: list[Callable[..., Any]] = field(default_factory=list)
     """they do so, but cannot be one call: values enter or leave them other than as arguments and results"""
 
+    def open(self, function: Callable[..., Any]) -> None:
+        """Record the calls inside a function in `reading` from now on."""
+        self.reading.remove(function)
+        self.opened.append(function)
+
 
 @dataclass(frozen=True)
 class CallNote:
@@ -148,11 +152,14 @@ class CallNote:
 class RunningCall:
     """A call that is being recorded, and the side effects observed in it."""
 
-    name: str
+    target: Any
+    """the module or function that is called"""
+    where: str
+    """the path of the module; of a function, the module in whose forward it is called, and its short name"""
     number: int
     """distinguishes the calls of one leaf"""
     own: set[int] | None
-    """the identities of a module's own state; None for a function"""
+    """the identities of the state that it may use; None: of any"""
     given: set[int] = field(default_factory=set)
     """the identities of all leaves among the arguments"""
     written_storage: set[int] = field(default_factory=set)
@@ -166,6 +173,12 @@ class RunningCall:
     """whether it draws from the generators of Python or numpy"""
     is_shared_draw: bool = False
     """whether it draws one number for the whole batch"""
+    written: list[Tensor] = field(default_factory=list)
+    """the arguments that it wrote into"""
+    written_state: list[Tensor] = field(default_factory=list)
+    """the parameters and buffers that it wrote into or replaced"""
+    changes_arguments: bool = False
+    """whether it put other tensors or plain values into a container among its arguments"""
 
 
 class Recorder(TorchFunctionMode):
@@ -444,39 +457,23 @@ class Recorder(TorchFunctionMode):
             self._is_paused = False
 
     def _run_and_record(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
-        # The arguments.
+        """Run a call; add it to the record if it returns new tensors, changes something, or reads a Python value."""
         is_module = isinstance(target, nn.Module)
-        kind = type(target).__name__ if is_module else short_name(target)
-        where = self._paths[id(target)] if is_module else f"{self._scope}/{kind}"
-        if register_containers((args, kwargs)):
-            raise NewContainer
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if where in self._leaf_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
-            # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
-            raise LeakyLeaf(where)
+        where = self._paths[id(target)] if is_module else f"{self._scope}/{short_name(target)}"
         # Before the call: it may change the containers that it is given, and rename the values in them.
-        try:
-            trees = self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
-        except CaptureError:
-            if function := self._enclosing_function():
-                raise NotReplayable(function) from None
-            raise
-        # The call.
-        self._num_calls += 1
-        # With a number from the second use of the name on.
-        name = f"{where}@{self._num_uses[where] + 1}" if self._num_uses[where] else where
+        trees = self._write_arguments(where, args, kwargs)
         # Torch's own functions put nothing into their arguments.
         contents = ArgumentContents(args, kwargs, self._objects_before) if runs_python(target) else None
-        call, effects, result = self._run_observed(run, target, where, name, args, kwargs)
-        # Containers that it changed or returned.
-        returned, has_changed = result, False
+        self._num_calls += 1
+        call, result = self._run_observed(run, target, where, args, kwargs)
+        returned = result
         if contents is not None:
             # Before anything raises: in the next recording, a changed object of a module would hold tensors of this
             # one.
-            has_changed = contents.have_changed(where)
+            call.changes_arguments = contents.have_changed(where)
             if contents.registers_containers(result):
                 raise NewContainer
-            if has_changed:
+            if call.changes_arguments:
                 # A replay gives the call copies of its containers, and takes their contents from the result.
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
@@ -484,38 +481,57 @@ class Recorder(TorchFunctionMode):
             if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
                 # A replay compares only the class of such an object.
                 raise LeakyLeaf(where)
-        # Tensors that it returned, and those that it wrote in place.
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if isinstance(target, WholeFunction) and result is None:
             # It may raise or print depending on the values that it reads: open it, to record its calls with guards.
             raise LeakyLeaf(where)
-        has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
-        written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
-        written_state = effects.written_state(written)
-        if written_state and (self._num_checkpoints or self.context.in_checkpoint()):
-            raise self._checkpointed_write(where, written_state[0])
-        if not is_module and not written and not written_state and not has_changed:
-            if not made:
-                if tensors and result is not None:
-                    # A Python value that was read from tensors: the record holds only while it is the same.
-                    expected, key = self.writer.key(Expected(result)), self.writer.key(target)
-                    if function := self._enclosing_function():
-                        self.enclosing[len(self.steps)] = function
-                    self.steps.append(Guard(short_name(target), key, *trees, expected, self._scope))
-                    self.lines.append(user_line())
-                return result
-            if all(map(self._is_known, made)):
+        if call.written_state and (self._num_checkpoints or self.context.in_checkpoint()):
+            raise self._checkpointed_write(where, call.written_state[0])
+        if not (is_module or call.written or call.written_state or call.changes_arguments):
+            made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            if made and all(map(self._is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
                 return result
-        # A step of the record, with names for all new values.
-        self._num_uses[where] += 1
+            if not made:
+                if result is not None and any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs))):
+                    self._add_guard(target, trees, result)
+                return result
+        self._add_call(call, trees, result)
+        return returned
+
+    def _write_arguments(self, where: str, args: Any, kwargs: Any) -> tuple[Tree, Tree]:
+        """The arguments of a call as trees."""
+        if register_containers((args, kwargs)):
+            raise NewContainer
+        if where in self._leaf_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
+            # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
+            raise LeakyLeaf(where)
+        try:
+            return self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
+        except CaptureError:
+            if function := self._enclosing_function():
+                raise NotReplayable(function) from None
+            raise
+
+    def _add_guard(self, target: Any, trees: tuple[Tree, Tree], result: Any) -> None:
+        """Record a Python value that was read from tensors: the record holds only while it is the same."""
+        expected, key = self.writer.key(Expected(result)), self.writer.key(target)
+        if function := self._enclosing_function():
+            self.enclosing[len(self.steps)] = function
+        self.steps.append(Guard(short_name(target), key, *trees, expected, self._scope))
+        self.lines.append(user_line())
+
+    def _add_call(self, call: RunningCall, trees: tuple[Tree, Tree], result: Any) -> None:
+        """Record a call, with names for all tensors that it returned or wrote."""
+        is_module, name = isinstance(call.target, nn.Module), self._call_name(call.where)
+        self._num_uses[call.where] += 1
         # A buffer that the call writes is referred to as the buffer, even if other calls refer to a value instead.
-        bound = {own: self.table.state[id(tensor)] for tensor in written_state if (own := self.table.name(tensor))}
+        bound = {own: self.table.state[id(tensor)] for tensor in call.written_state if (own := self.table.name(tensor))}
         if bound:
             trees = bind_state(trees[0], bound), bind_state(trees[1], bound)
-        writes = self._rename_written(name, written)
-        updates = self._name_updates(name, written_state, len(writes))
-        target_key = where if is_module else self.writer.key(target)
+        writes = self._rename_written(name, call.written)
+        updates = self._name_updates(name, call.written_state, len(writes))
+        target_key = call.where if is_module else self.writer.key(call.target)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         results = Results(self._name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
             self.returned[name] = structure_with_names(result, self._name_or_empty)
@@ -524,25 +540,30 @@ class Recorder(TorchFunctionMode):
         if has_constant and (function := self._enclosing_function()):
             self.enclosing[len(self.steps)] = function
         context = self.context.current()
-        self.steps.append(Call(name, target_key, is_module, *trees, results, writes, context, has_changed))
+        self.steps.append(Call(name, target_key, is_module, *trees, results, writes, context, call.changes_arguments))
         self.lines.append(user_line())
         if call.draws and self._rng_was_set:
-            raise self._refusal("the model sets torch's generator between its blocks, before it draws from it", target)
+            problem = "the model sets torch's generator between its blocks, before it draws from it"
+            raise self._refusal(problem, call.target)
+        kind = type(call.target).__name__ if is_module else short_name(call.target)
         self.notes[name] = CallNote(
-            scope=where if is_module else self._scope,
+            scope=call.where if is_module else self._scope,
             kind=kind,
             is_random=call.draws,
-            written_state=tuple(self.table.state[id(tensor)] for tensor in written_state),
+            written_state=tuple(self.table.state[id(tensor)] for tensor in call.written_state),
             adds_loss=call.adds_loss or kind == ADDED_LOSS,
             takes_gradients=call.takes_gradients,
             is_shared_draw=call.is_shared_draw,
             draws_with_python=call.draws_with_python,
         )
-        return returned
+
+    def _call_name(self, where: str) -> str:
+        """The name of the next call, with a number from the second one on."""
+        return f"{where}@{self._num_uses[where] + 1}" if self._num_uses[where] else where
 
     def _run_observed(
-        self, run: Callable[..., Any], target: Any, where: str, name: str, args: Any, kwargs: Any
-    ) -> tuple[RunningCall, CallEffects, Any]:
+        self, run: Callable[..., Any], target: Any, where: str, args: Any, kwargs: Any
+    ) -> tuple[RunningCall, Any]:
         """Run a call with the random numbers of its name; returns its observed effects and the result."""
         is_module = isinstance(target, nn.Module)
         arguments = leaves((args, kwargs))
@@ -550,12 +571,12 @@ class Recorder(TorchFunctionMode):
         # The first run shows whether one number is drawn for the whole batch. Such a call runs again, with the random
         # numbers that all microbatches share; it has no tensors or generators as arguments, so this changes nothing.
         for is_shared in (False, True):
-            with self._seeded(hash_name(name), is_shared, runs_python(target)):
+            with self._seeded(hash_name(self._call_name(where)), is_shared, runs_python(target)):
                 effects = CallEffects(self.table, target, tensors)
                 # A leaf must use no state but its own: the stage that runs it may not have any other. A transformed
                 # function, and a function of the user that is one call, must use none but its arguments.
                 own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
-                call = RunningCall(where, self._num_calls, own, is_shared_draw=is_shared)
+                call = RunningCall(target, where, self._num_calls, own, is_shared_draw=is_shared)
                 call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
                 state = (*target.parameters(), *target.buffers()) if is_module else ()
                 is_on_meta = any(tensor.is_meta for tensor in (*tensors, *state))
@@ -573,7 +594,10 @@ class Recorder(TorchFunctionMode):
             has_source = any(isinstance(leaf, Tensor | torch.Generator) for leaf in arguments)
             if not (call.draws and is_for_batch) or is_module or has_source:
                 break
-        return call, effects, result
+        has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
+        call.written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
+        call.written_state = effects.written_state(call.written)
+        return call, result
 
     @contextmanager
     def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[None]:
@@ -681,14 +705,14 @@ class Recorder(TorchFunctionMode):
         for tensor in arguments.values():
             if self._is_foreign(tensor, call):
                 inside = self.table.made_inside(tensor)
-                raise LeakyLeaf(call.name, inside[0] if inside else "")
+                raise LeakyLeaf(call.where, inside[0] if inside else "")
         result = func(*args, **kwargs)
         call.draws_on_meta |= draws_on_meta(func, args, kwargs, result)
         call.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
         call.takes_gradients |= func in GRADIENT_FUNCTIONS or self.context.in_function_with_own_graph()
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in arguments and self.table.name(leaf) is None:
-                self.table.add_inside(leaf, call.name, call.number)
+                self.table.add_inside(leaf, call.where, call.number)
         return result
 
     def _is_foreign(self, tensor: Tensor, call: RunningCall) -> bool:

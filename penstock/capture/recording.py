@@ -13,14 +13,14 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.arguments import Expected, short_name, structure_of, unknown_origin
+from penstock.capture.arguments import short_name, unknown_origin
 from penstock.capture.draws import FIRST_SEED, DrawSeed, intercept_draws
 from penstock.capture.fingerprint import model_settings
 from penstock.capture.functions import intercept_functions
@@ -44,7 +44,8 @@ from penstock.capture.recorder import (
     Recorder,
     WholeFunctions,
 )
-from penstock.capture.tensor_table import buffers_and_attributes, device_of, same_content
+from penstock.capture.structures import Expected, structure_of
+from penstock.capture.tensors import buffers_and_attributes, device_of, same_content
 from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Container, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
@@ -186,18 +187,19 @@ def make_recording(
     `is_known` returns whether a form is that of an earlier recording of this model with the same settings. `functions`
     are those of earlier recordings.
     """
+    record = partial(_record_with_retries, model, args, kwargs, seed)
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
-        first = _record_with_retries(model, args, kwargs, granularity, seed, _SEEDS[0], functions or WholeFunctions())
+        first = record(_SEEDS[0], granularity, functions or WholeFunctions())
         difference = None
         if first.draws_in_python or not is_known(first.form):
             # The second forward is not isolated from the first, so that a counter that the first increased shows up.
-            second = _record_with_retries(model, args, kwargs, first.granularity, seed, _SEEDS[1], first.functions)
+            second = record(_SEEDS[1], first.granularity, first.functions)
             difference = _difference(first, second)
         after = model_settings(model, granularity)
         if difference is not None and not _caches_constants(model, first, second):
             # Is only the first forward different, or every one?
-            third = _record_with_retries(model, args, kwargs, first.granularity, seed, _SEEDS[0], first.functions)
+            third = record(_SEEDS[0], first.granularity, first.functions)
             if _difference(second, third) is None:
                 raise CaptureError(
                     "the first forward initialises state that later ones use",
@@ -231,9 +233,9 @@ def _record_with_retries(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    granularity: Granularity,
     seed: DrawSeed,
     global_seed: int,
+    granularity: Granularity,
     functions: WholeFunctions,
 ) -> Recording:
     """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
@@ -248,43 +250,43 @@ def _record_with_retries(
         leaves = granularity.leaves(model)
         try:
             with without_user_hooks(leaves.values() if skip_hooks else ()):
-                made = _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
-            reading_functions, reading_modules = _find_readers(model, made)
-            if not reading_functions and not reading_modules:
-                return made
-            functions.reading += reading_functions
-            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
-        except CaptureError:
-            if functions.reading:
-                # Perhaps because of a function that is one call: then open it.
-                functions.opened.append(functions.reading.pop())
-                continue
-            # The model may depend on its hooks, such as one that collects router logits for the loss.
-            if not skip_hooks or not has_user_hooks(leaves.values()):
-                raise
-            skip_hooks = False
-        except BypassedLeaf as bypassed:
-            granularity = granularity.open_siblings(model, bypassed.leaf)
+                recording = _record_once(model, args, kwargs, seed, global_seed, granularity, functions)
         except NewContainer:
             # Calls before this one were recorded with the object as a constant.
             continue
+        except BypassedLeaf as bypassed:
+            granularity = granularity.open_siblings(model, bypassed.leaf)
+        except NotReplayable as call:
+            (functions.drawing if call.draws else functions.reading).append(call.function)
         except LeakyLeaf as leak:
-            if leak.leaf not in leaves:
-                if functions.reading:
-                    # A function that is one call leaks: open it instead.
-                    named = (each for each in functions.reading if leak.leaf.endswith(f"/{short_name(each)}"))
-                    functions.opened.append(next(named, functions.reading[-1]))
-                    functions.reading.remove(functions.opened[-1])
-                    continue
+            if leak.leaf in leaves:
+                granularity = granularity.open_like(model, leak.leaf)
+            elif functions.reading:
+                # A function that is one call leaks.
+                named = (each for each in functions.reading if leak.leaf.endswith(f"/{short_name(each)}"))
+                functions.open(next(named, functions.reading[-1]))
+            else:
                 raise CaptureError(
                     "a value enters or leaves a function other than through tensors in its arguments and results",
                     where=leak.leaf,
                     **({"made_in": leak.maker} if leak.maker else {}),
                     hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
-            granularity = granularity.open_like(model, leak.leaf)
-        except NotReplayable as call:
-            (functions.drawing if call.draws else functions.reading).append(call.function)
+        except CaptureError:
+            if functions.reading:
+                # Perhaps because of a function that is one call.
+                functions.open(functions.reading[-1])
+            elif skip_hooks and has_user_hooks(leaves.values()):
+                # The model may depend on its hooks, such as one that collects router logits for the loss.
+                skip_hooks = False
+            else:
+                raise
+        else:
+            reading_functions, reading_modules = _find_readers(model, recording)
+            if not reading_functions and not reading_modules:
+                return recording
+            functions.reading += reading_functions
+            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
 
 
 def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable[..., Any]], list[str]]:
@@ -316,11 +318,12 @@ def _record_once(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    granularity: Granularity,
     seed: DrawSeed,
     global_seed: int,
+    granularity: Granularity,
     functions: WholeFunctions,
 ) -> Recording:
+    """Run the forward under a Recorder, and build the recording from what it has recorded."""
     register_containers((args, kwargs))
     seed_generators(global_seed)
     recorder = Recorder(model, set(granularity.leaves(model)), seed, global_seed, functions)

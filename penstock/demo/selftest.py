@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan, plan_together
+from penstock.capture import dtype_name
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.errors import PenstockError
 from penstock.ir import GRADIENT, Cluster, DeviceSpeed, Plan, bytes_text, compare_tensors, percent_text, seconds_text
@@ -244,11 +245,11 @@ def _parity(
     assert result.loss is not None
     losses = {"loss": expected_loss.detach().cpu()}, {"loss": result.loss}
     compared = compare_tensors(
-        "the unsplit model", [*distances(*losses), *distances(expected, actual)], {}, str(dtype).removeprefix("torch.")
+        "the unsplit model", [*distances(*losses), *distances(expected, actual)], {}, dtype_name(dtype)
     )
     return {
         "schedule": schedule,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "backend": backend,
         "largest": compared.largest.relative,
         "tensor": compared.largest.name,

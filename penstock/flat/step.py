@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.batches import microbatch_sizes
-from penstock.capture import spec_of
+from penstock.capture import dtype_name, spec_of
 from penstock.errors import PenstockWarning, RunError
 from penstock.flat.topology import DATA, TENSOR, FlatPipeline, topology
 from penstock.ir import Program, as_int
@@ -200,7 +200,7 @@ class _FunctionStage(UserStage):
         expected = self._dtype
         unexpected = {value.dtype for value in values if value.is_floating_point()} - {expected}
         if expected is not None and unexpected:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unexpected))
+            names = ", ".join(sorted(dtype_name(dtype) for dtype in unexpected))
             message = f"values are sent to the next stage as {names}, not as {expected}: dtype does not convert them"
             warnings.warn(message, PenstockWarning, stacklevel=2)
         return values

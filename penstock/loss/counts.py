@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from penstock.capture import is_inexact, is_integer
 from penstock.errors import RunError
 
 Kind = Literal["mean", "tokens", "sum"]
@@ -74,7 +75,7 @@ class Count:
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """The class indices of the target, or of the input named `labels`."""
     named = [tensor for name, tensor in tensors.items() if name == "labels" or name.split(".")[0] == "target"]
-    return [tensor for tensor in named if not tensor.is_floating_point() and not tensor.is_complex()]
+    return [tensor for tensor in named if not is_inexact(tensor)]
 
 
 def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
@@ -85,7 +86,7 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
         if not tensor.numel() or pieces[0][1] not in tensor.shape or tensor.is_complex():
             continue
         positions = (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,)
-        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+        if is_integer(tensor):
             # Besides -100, the label of padding that is ignored is usually the smallest or the largest one.
             ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
             ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))

@@ -22,6 +22,7 @@ from penstock.capture import (
     Captured,
     Recording,
     copy_leaf,
+    dtype_named,
     intercept_modules,
     uncompiled,
     without_cache,
@@ -337,7 +338,7 @@ class Noise:
         return torch.cat(drawn, dim).clone()
 
     def _draw_leaf(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
-        dtype = getattr(torch, self._graph.spec(value).dtype)
+        dtype = dtype_named(self._graph.spec(value).dtype)
         if not dtype.is_floating_point:
             raise ProbeError("a block returns integers")
         # The seed depends on draw, value and part only, so that every run of a draw has the same noise.

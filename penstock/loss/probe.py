@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.capture import as_real
 from penstock.ir import leaves
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -76,7 +77,7 @@ def evaluation(
     gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
     for (part, name), gradient in zip(inputs, computed, strict=False):
         if gradient is not None:
-            gradients[part][name] = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+            gradients[part][name] = as_real(gradient)
     others = zip(shared, computed[len(inputs) :], strict=True)
     return Evaluation(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.capture import is_inexact, is_integer
 from penstock.ir import leaves, transform
 
 LARGE = 1 << 20
@@ -98,9 +99,8 @@ def choose_parts(
     # The first sample to take of each microbatch. The order of the dict is the order of preference.
     starts = {index % len(sizes): 0 for index in range(step_number, step_number + len(sizes))}
     for name, leaf in tensors[0].items() if tensors else ():
-        is_integer = not leaf.is_floating_point() and leaf.dtype != torch.bool
         labels = [named[name] for named in tensors]
-        if is_integer and leaf.numel() and all(t.shape[:1] == (n,) for t, n in zip(labels, sizes, strict=True)):
+        if is_integer(leaf) and leaf.numel() and all(t.shape[:1] == (n,) for t, n in zip(labels, sizes, strict=True)):
             rows_of_labels = [tensor.reshape(size, -1) for tensor, size in zip(labels, sizes, strict=True)]
             smallest = torch.cat([tensor.amin(1) for tensor in rows_of_labels]).argmin()
             largest = torch.cat([tensor.amax(1) for tensor in rows_of_labels]).argmax()
@@ -137,7 +137,7 @@ def artificial_output(
             chosen = (torch.arange(length, device=leaf.device) + seed) % size
             index = (chosen.unsqueeze(1) * rows + torch.arange(rows, device=leaf.device)).flatten()
             picked = picked.index_select(dim, index)
-        if not (leaf.is_floating_point() or leaf.is_complex()):
+        if not is_inexact(leaf):
             return picked
         kind = leaf.dtype if dtype is None or leaf.is_complex() else dtype
         picked = picked.to(kind).nan_to_num(0.0, 1.0, -1.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import Captured, LruCache, Recording
+from penstock.capture import Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
@@ -330,7 +330,7 @@ class LossWeights:
         """Whether an integer is smaller or larger than all before in its tensor, as an ignored label is."""
         is_new = False
         for name, first in pieces[0][0].items():
-            if not first.is_floating_point() and first.dtype != torch.bool and first.numel():
+            if is_integer(first) and first.numel():
                 ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
                 low, high = torch.stack(ends.aminmax()).tolist()
                 before = self._ranges.find((key, name)) or (low, high)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from penstock.capture import dtype_name
 from penstock.ir import DeviceSpeed
 from penstock.measure.measured_model import storage_ids, storage_of, tensors
 
@@ -67,7 +68,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = [*given[1:], *made] if packet in _PICKING and given else given
             moved = sum(map(_size, (*read, *made)))
             self.flops, self.bytes = self.flops + flops, self.bytes + moved
-            dtype = str(given[0].dtype).removeprefix("torch.") if flops and given else ""
+            dtype = dtype_name(given[0].dtype) if flops and given else ""
             self.seconds_so_far += self._speed.seconds(flops, moved, dtype)
         return result
 

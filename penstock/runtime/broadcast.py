@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.capture import dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.distributed_parameters import whole
@@ -22,7 +23,9 @@ def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
     _check_structure(structure)
     tensors: Tensors = {}
     tree = encode_tree(structure, tensors, "batch")
-    specs = {name: [_dtype_name(tensor), list(tensor.shape), tensor.requires_grad] for name, tensor in tensors.items()}
+    specs = {
+        name: [dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad] for name, tensor in tensors.items()
+    }
     text = json.dumps({"tree": tree, "tensors": specs})
     return text, [tensor.detach().contiguous() for tensor in tensors.values()]
 
@@ -30,7 +33,11 @@ def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
 def _check_structure(structure: Any) -> None:
     """Refuse everything that would arrive as something else, such as a subclass of a list."""
     if isinstance(structure, Tensor):
-        if structure.layout is not torch.strided or _dtype_name(structure) not in ITEM_BYTES or structure.is_quantized:
+        if (
+            structure.layout is not torch.strided
+            or dtype_name(structure.dtype) not in ITEM_BYTES
+            or structure.is_quantized
+        ):
             kind = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
             raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind)
     elif type(structure) in (list, tuple):
@@ -47,17 +54,13 @@ def _check_structure(structure: Any) -> None:
         )
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
     """A function that builds the structure from its tensors, and buffers to receive them into."""
     document = json.loads(text)
     specs: dict[str, Any] = document["tensors"]
     if unknown := [dtype for dtype, _, _ in specs.values() if dtype not in ITEM_BYTES]:
         raise RunError("a batch has a tensor of an unknown dtype", dtype=unknown[0])
-    buffers = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape, _ in specs.values()]
+    buffers = [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape, _ in specs.values()]
 
     def build(tensors: Sequence[Tensor]) -> Any:
         pairs = zip(specs.items(), tensors, strict=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from penstock.capture import as_real, is_inexact
 from penstock.ir import Graph, Node, leaves
 from penstock.runtime.groups import ProcessGroups
 from penstock.stages import Stage
@@ -34,7 +35,7 @@ class Extremes:
         """Record outputs or gradients of a stage. Of a sharded tensor only this rank's shard is recorded."""
         extremes = self._extremes.setdefault(stage, [])
         for value in values:
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            if isinstance(value, Tensor) and is_inexact(value):
                 extremes += _extremes(value.detach() if value.requires_grad else value)
 
     def nonfinite_stages(self) -> list[int]:
@@ -62,8 +63,7 @@ def _extremes(tensor: Tensor) -> Sequence[Tensor]:
         tensor = tensor.to_local()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = as_real(tensor)
     if tensor.dim() == 0:
         # A copy, as it may be a view of a large tensor.
         return (tensor.clone(),)
@@ -74,7 +74,7 @@ def _severity(values: Iterable[object]) -> int:
     """2 if any entry is NaN or positive infinity, 1 if one is negative infinity, as in masks; else 0."""
     worst = 0
     for value in values:
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        if isinstance(value, Tensor) and is_inexact(value):
             for extreme in _extremes(value.detach()):
                 number = float(extreme)
                 worst = max(worst, 0 if math.isfinite(number) else 1 if number < 0 else 2)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from penstock.capture import is_inexact
 from penstock.errors import RunError
 
 Initialize = Callable[[nn.Module], object]
@@ -69,7 +70,7 @@ def _allocate(old: Tensor, device: torch.device) -> Tensor:
 
 
 def _placeholder(old: Tensor, device: torch.device) -> Tensor:
-    fill = float("nan") if old.is_floating_point() or old.is_complex() else 0
+    fill = float("nan") if is_inexact(old) else 0
     return torch.full((1,) * max(old.dim(), 1), fill, dtype=old.dtype, device=device).expand(old.shape)
 
 

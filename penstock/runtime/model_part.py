@@ -17,6 +17,7 @@ from penstock.capture import (
     RowSlice,
     describe_model,
     describe_recording,
+    dtype_name,
     internal_call,
     row_slices,
     whole_parameters,
@@ -482,7 +483,7 @@ def _check_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> None:
 def _check_model(plan: Plan, model: nn.Module) -> None:
     """Raise an error if the model's parameters are not those of the plan."""
     parameters = model.named_parameters(remove_duplicate=False)
-    given = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
+    given = {name: f"{dtype_name(p.dtype)}{list(p.shape)}" for name, p in parameters}
     planned = {value.name: f"{value.spec.dtype}{list(value.spec.shape)}" for value in plan.graph.parameters}
     for name in (*planned, *given):
         if planned.get(name) != given.get(name):

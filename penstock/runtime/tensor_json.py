@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.capture import dtype_name
 from penstock.errors import CheckpointError, DamagedError
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -45,7 +46,7 @@ def _encode(value: Any, tensors: Tensors, name: str) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.dtype):
-        return {"$dtype": str(value).removeprefix("torch.")}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, np.ndarray) and (array := _array_as_tensor(value)) is not None:
         return _encode_tensor("$array", array, tensors, name)
     if isinstance(value, list | tuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, DrawSeed, copy_leaf
+from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name
 from penstock.errors import PartitionError
 from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, leaves, transform
 from penstock.stages.sequence import Sequence
@@ -78,7 +78,7 @@ def distances(expected: Tensors, actual: Tensors) -> Iterator[Distance]:
         apart = float((first - second)[differs].abs().max()) if bool(differs.any()) else 0.0
         finite = first.abs()[first.isfinite()]
         largest = float(finite.max()) if finite.numel() else 0.0
-        yield Distance(name, apart, largest, str(left.dtype).removeprefix("torch."))
+        yield Distance(name, apart, largest, dtype_name(left.dtype))
 
 
 def _in_double(tensor: Tensor) -> Tensor:

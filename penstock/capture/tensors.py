@@ -1,0 +1,106 @@
+"""What penstock needs to know about a tensor: its dtype, shape, gradient, memory and content.
+
+`ITEM_BYTES` of `ir/graph.py` lists the dtypes that are supported. What depends on their kind is decided here: which of
+them have gradients, NaN and Inf, and how complex numbers are sent, searched and compared.
+"""
+
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ir import TensorSpec
+
+# Dtypes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as in records and messages to the user: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype with that name, which must be one of `ITEM_BYTES`."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether its entries are rounded, real or complex numbers: only these have gradients, NaN and Inf."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether its entries are integers, as token ids and labels are; not for bool."""
+    return not is_inexact(tensor) and tensor.dtype != torch.bool
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as real numbers, with one more dimension of length 2; any other tensor itself.
+
+    Complex numbers have no order and are not sent by every backend, but both are defined for their parts.
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+# Shape, gradient and memory
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Shape, dtype, `requires_grad` and memory order of a tensor."""
+    # The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps.
+    order: tuple[int, ...] = ()
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        strides = tensor.stride()
+        by_stride = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        order = by_stride if tensor.permute(by_stride).is_contiguous() else ()
+    return TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), has_gradient(tensor), order)
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether backward computes a gradient for the tensor.
+
+    A view of a parameter that was made under `torch.no_grad` reports `requires_grad`, as its base does, but is not
+    connected to it.
+    """
+    is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad  # type: ignore[union-attr]
+    return tensor.requires_grad and not is_cut_off
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that is equal for two tensors exactly when they share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        # Sparse and other tensors without plain storage share nothing.
+        return -id(tensor)
+
+
+def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors that modules hold as plain attributes, by name."""
+    tensors = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        tensors |= {prefix + name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return tensors
+
+
+def same_content(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, of DTensors the parts of this rank; NaN equals NaN."""
+    # torch.equal of DTensors is a collective call, and not all ranks compare the same tensors.
+    first, second = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (first, second))
+    if first.layout is not torch.strided:
+        # torch.equal does not support sparse tensors; for these only versions are compared.
+        return True
+    if torch.equal(first, second):
+        return True
+    if first.shape != second.shape or not first.is_floating_point():
+        return False
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def device_of(model: nn.Module, default: torch.device | None = None) -> torch.device:
+    """The device of the first parameter or buffer; without any, `default` or the CPU."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        return tensor.device
+    return default or torch.device("cpu")
