@@ -248,6 +248,9 @@ ENTROPIES = {
     "perplexity": _row("warned", LABELS)(lambda y, t: flat(y, t).exp()),
 }
 REGRESSIONS = {
+    "of complex numbers": Row(
+        "exact", lambda y, t: (torch.complex(y, -y) - t).abs().square().mean(), torch.complex(VALUES, BITS)
+    ),
     "squares": _VALUED(functional.mse_loss),
     "squares, summed": _VALUED(functools.partial(functional.mse_loss, reduction="sum")),
     "squares, none, then mean": _VALUED(lambda y, t: functional.mse_loss(y, t, reduction="none").mean()),
