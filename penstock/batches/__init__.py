@@ -15,11 +15,13 @@ from penstock.batches.microbatches import (
     Microbatch,
     Splitting,
     explain_failure,
+    longest,
     microbatch_sizes,
     split_batch,
     whole_batch,
+    with_columns_of,
 )
-from penstock.batches.padding import Padding, find_padding, longest, with_columns_of
+from penstock.batches.padding import Padding, find_padding
 from penstock.batches.split_search import additive_dim, find_split
 
 __all__ = [

@@ -101,6 +101,49 @@ class Microbatch:
         )
 
 
+def select_columns(columns: Columns) -> Microbatch:
+    """The microbatch of some samples and columns of a batch, copied into contiguous memory."""
+    whole, index = columns.whole, {}
+
+    def chosen(value: Any, name: str, cut: Cut) -> Any:
+        if cut.dim is None:
+            return [value[sample] for sample in columns.samples]
+        if cut.dim != 0 or cut.rows != 1 or cut.offsets:
+            raise RunError(
+                "budget_tokens needs arguments whose first dimension is the samples",
+                argument=name,
+                hint="leave out budget_tokens, or the rule of this argument in split",
+            )
+        if value.device not in index:
+            index[value.device] = torch.tensor(columns.samples, device=value.device)
+        if name in columns.names:
+            value = value[:, columns.start : columns.stop]
+        # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
+        return value.index_select(0, index[value.device])
+
+    part = whole.map_cuts(chosen, len(columns.samples))
+    return replace(part, columns=columns)
+
+
+def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:
+    """All microbatches of a batch with the columns of one of them, so that they can be joined."""
+    reference = microbatches[index].columns
+    if reference is None:
+        return microbatches
+    window = {"start": reference.start, "stop": reference.stop}
+    return [
+        each if each.columns is None or (each.columns.start, each.columns.stop) == (reference.start, reference.stop)
+        else select_columns(each.columns._replace(**window))
+        for each in microbatches
+    ]  # fmt: skip
+
+
+def longest(microbatches: Sequence[Microbatch]) -> int:
+    """The microbatch with the most columns: with those every sample of the batch is complete."""
+    widths = [0 if each.columns is None else each.columns.stop - each.columns.start for each in microbatches]
+    return widths.index(max(widths))
+
+
 Splitting = tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]
 """how batches of one structure are split: the size of each microbatch, the cuts, and the names of positional arguments
 """

@@ -1,14 +1,14 @@
 """Finds the lengths of the samples of a padded batch, and cuts the padding off microbatches of similar lengths."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.batches.cuts import TARGET, Cut
-from penstock.batches.microbatches import Columns, Microbatch
+from penstock.batches.microbatches import Columns, Microbatch, select_columns
 from penstock.capture import is_integer
 from penstock.errors import RunError
 from penstock.ir import listed, named_leaves
@@ -44,7 +44,7 @@ class Padding:
         start, stop = (self.width - length, self.width) if self.is_left else (0, length)
         if (start, stop) != (0, self.width):
             self._check_understood()
-        return _select(Columns(self.whole, tuple(samples), frozenset(self.names), start, stop))
+        return select_columns(Columns(self.whole, tuple(samples), frozenset(self.names), start, stop))
 
     def _check_understood(self) -> None:
         """Raise an error if a tensor has the length of the sequence in a place where it is not known how to cut it."""
@@ -146,46 +146,3 @@ def _tensors(whole: Microbatch) -> Iterator[tuple[str, Tensor, Cut | None]]:
         for name, leaf in [(argument, value)] if isinstance(value, Tensor) else named_leaves(value, argument):
             if isinstance(leaf, Tensor):
                 yield name, leaf, whole.cuts.get(name)
-
-
-def _select(columns: Columns) -> Microbatch:
-    """The microbatch of some samples and columns of a batch, copied into contiguous memory."""
-    whole, index = columns.whole, {}
-
-    def chosen(value: Any, name: str, cut: Cut) -> Any:
-        if cut.dim is None:
-            return [value[sample] for sample in columns.samples]
-        if cut.dim != 0 or cut.rows != 1 or cut.offsets:
-            raise RunError(
-                "budget_tokens needs arguments whose first dimension is the samples",
-                argument=name,
-                hint="leave out budget_tokens, or the rule of this argument in split",
-            )
-        if value.device not in index:
-            index[value.device] = torch.tensor(columns.samples, device=value.device)
-        if name in columns.names:
-            value = value[:, columns.start : columns.stop]
-        # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
-        return value.index_select(0, index[value.device])
-
-    part = whole.map_cuts(chosen, len(columns.samples))
-    return replace(part, columns=columns)
-
-
-def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:
-    """All microbatches of a batch with the columns of one of them, so that they can be joined."""
-    reference = microbatches[index].columns
-    if reference is None:
-        return microbatches
-    window = {"start": reference.start, "stop": reference.stop}
-    return [
-        each if each.columns is None or (each.columns.start, each.columns.stop) == (reference.start, reference.stop)
-        else _select(each.columns._replace(**window))
-        for each in microbatches
-    ]  # fmt: skip
-
-
-def longest(microbatches: Sequence[Microbatch]) -> int:
-    """The microbatch with the most columns: with those every sample of the batch is complete."""
-    widths = [0 if each.columns is None else each.columns.stop - each.columns.start for each in microbatches]
-    return widths.index(max(widths))

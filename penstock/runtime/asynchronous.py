@@ -33,11 +33,13 @@ from penstock.runtime.executor import (
     watch_step,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import Extremes, read_scalars
+from penstock.runtime.health import Extremes
+from penstock.runtime.initial_weights import parameter_ranks
 from penstock.runtime.loss_head import LossHead
-from penstock.runtime.model_part import ModelPart, parameter_ranks
+from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
+from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import Batch, Result, Step
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace

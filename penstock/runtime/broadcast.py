@@ -99,7 +99,7 @@ def broadcast_refusal(groups: ProcessGroups, error: Exception, source: int) -> N
 
 
 def gather_tensors(
-    groups: ProcessGroups, tensors: Mapping[str, Tensor], device: torch.device, everywhere: bool = False
+    groups: ProcessGroups, tensors: Mapping[str, Tensor], device: torch.device, everywhere: bool
 ) -> dict[str, Tensor]:
     """The named tensors of all ranks in host memory, on rank 0 or everywhere; other ranks get an empty dict.
 

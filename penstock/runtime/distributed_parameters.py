@@ -49,6 +49,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def stored_entries(tensor: Tensor) -> Tensor:
+    """The entries that this rank stores: of a DTensor its shard, of a sparse tensor those that are not left out."""
+    tensor = local_part(tensor)
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
 def distributed_like(local: Tensor, other: Tensor) -> Tensor:
     """A tensor with the given local part that is distributed like another one."""
     if not isinstance(other, DTensor):
@@ -112,7 +118,7 @@ def resolve_partial(parameter: nn.Parameter, replicas: Collection[int] = ()) -> 
 
 
 def find_layouts(
-    groups: ProcessGroups, stages: Sequence[nn.Module], has_weights: bool, tied: Iterable[Sequence[str]] = ()
+    groups: ProcessGroups, stages: Sequence[nn.Module], has_weights: bool, tied: Iterable[Sequence[str]]
 ) -> dict[nn.Parameter, ParameterLayout]:
     """The layout of every parameter of this rank's stages; a collective call of all ranks.
 

@@ -42,12 +42,13 @@ from penstock.runtime.executor import (
     execute_local,
     watch_step,
 )
-from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
+from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
+from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.token_budget import (

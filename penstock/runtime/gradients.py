@@ -21,11 +21,11 @@ from penstock.runtime.distributed_parameters import (
     local_part,
     resolve_partial,
     shard_like,
+    stored_entries,
     whole,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import read_scalars
-from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
+from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
@@ -146,24 +146,22 @@ class TiedReducer:
     def finish(self) -> None:
         """Sum on the owner and send the sum back; every rank visits the parameters in the same order."""
         for tied in self.tied:
-            if tied.parameter.requires_grad:
-                tied.parameter.grad = self._summed(tied)
-
-    def _summed(self, tied: TiedParameter) -> Tensor | None:
-        owner, *others = tied.ranks
-        gradient = tied.parameter.grad
-        # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
-        total = None if gradient is None else _dense(whole(gradient))
-        if self._groups.rank != owner:
-            send_tensor(self._groups, total, owner)
-            total = receive_tensor(self._groups, tied.parameter, owner)
-        else:
-            for rank in others:
-                part = receive_tensor(self._groups, tied.parameter, rank)
-                total = part if total is None else total if part is None else total + part
-            for rank in others:
-                send_tensor(self._groups, total, rank)
-        return None if total is None else shard_like(total, tied.parameter)
+            if not tied.parameter.requires_grad:
+                continue
+            owner, *others = tied.ranks
+            gradient = tied.parameter.grad
+            # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
+            total = None if gradient is None else _dense(whole(gradient))
+            if self._groups.rank != owner:
+                send_tensor(self._groups, total, owner)
+                total = receive_tensor(self._groups, tied.parameter, owner)
+            else:
+                for rank in others:
+                    part = receive_tensor(self._groups, tied.parameter, rank)
+                    total = part if total is None else total if part is None else total + part
+                for rank in others:
+                    send_tensor(self._groups, total, rank)
+            tied.parameter.grad = None if total is None else shard_like(total, tied.parameter)
 
 
 @dataclass(frozen=True)
@@ -377,7 +375,7 @@ def global_norm(
     # ones, of which each pipeline has a part, so that those of all pipelines are summed.
     parts = []
     for gradient in gradients:
-        scaled = _local(gradient).abs().to(torch.float64).div_(largest)
+        scaled = stored_entries(gradient).abs().to(torch.float64).div_(largest)
         parts.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
     sums = [0.0, 0.0]
     for gradient, count, part in zip(gradients, copies or [1] * len(gradients), read_scalars(parts), strict=True):
@@ -400,16 +398,10 @@ def _largest_entry(gradients: Sequence[Tensor]) -> float:
     """The largest absolute entry; NaN if one is NaN."""
     largest = []
     for gradient in gradients:
-        local = _local(gradient)
+        local = stored_entries(gradient)
         if local.numel():
             # aminmax is many times faster on the host than torch.linalg.vector_norm with ord=inf.
             low, high = torch.aminmax(local.abs() if local.is_complex() else local)
             largest.append(torch.maximum(low.abs(), high.abs()))
     # Python's max would skip NaN.
     return float(torch.tensor([0.0, *read_scalars(largest)], dtype=torch.float64).max())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's shard of a sharded gradient; the stored entries of a sparse one."""
-    gradient = local_part(gradient)
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.capture import as_real, is_inexact
 from penstock.ir import Graph, Node, leaves
+from penstock.runtime.distributed_parameters import stored_entries
 from penstock.runtime.groups import ProcessGroups
 from penstock.stages import Stage
 
@@ -35,7 +36,8 @@ class Extremes:
         """Record outputs or gradients of a stage. Of a sharded tensor only this rank's shard is recorded."""
         extremes = self._extremes.setdefault(stage, [])
         for value in values:
-            if isinstance(value, Tensor) and is_inexact(value):
+            # Not `is_inexact`: every value of every step comes here.
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 extremes += _extremes(value.detach() if value.requires_grad else value)
 
     def nonfinite_stages(self) -> list[int]:
@@ -59,11 +61,10 @@ def _extremes(tensor: Tensor) -> Sequence[Tensor]:
 
     On the host this is many times faster than a norm or isfinite on every entry.
     """
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    tensor = as_real(tensor)
+    if isinstance(tensor, DTensor) or tensor.is_sparse:
+        tensor = stored_entries(tensor)
+    if tensor.is_complex():
+        tensor = as_real(tensor)
     if tensor.dim() == 0:
         # A copy, as it may be a view of a large tensor.
         return (tensor.clone(),)
@@ -130,15 +131,16 @@ class NonfiniteProbe:
     @contextmanager
     def active(self) -> Iterator["NonfiniteProbe"]:
         """Check the modules inside blocks too while in this context."""
+
+        def check_result(name: str, module: nn.Module, args: Any, result: Any) -> None:
+            if self._current is not None:
+                self._current.inside.setdefault(_severity(leaves(result)), name)
+
         with ExitStack() as hooks:
             for stage in self.stages.values():
                 for name, module in _hookable_modules(stage):
-                    hooks.callback(module.register_forward_hook(partial(self._check_module, name)).remove)
+                    hooks.callback(module.register_forward_hook(partial(check_result, name)).remove)
             yield self
-
-    def _check_module(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
-        if self._current is not None:
-            self._current.inside.setdefault(_severity(leaves(result)), name)
 
     def start(self, stage: int, microbatch: int, graph: Graph, inputs: Mapping[str, Any]) -> "StageProbe":
         """Check the forward of one stage on one microbatch, and its backward."""
@@ -149,7 +151,13 @@ class NonfiniteProbe:
         """The origin found by this process in the forward of a stage; with None, in the backward of its last stage."""
         if stage is not None:
             return self.forward.get(stage)
-        origins = {index: origin for index in self.stages if (origin := self._gradient_origin(index))} | self.backward
+        origins: dict[int, NonfiniteOrigin] = {}
+        for index, part in self.stages.items():
+            # Deferred weight gradients are computed outside of the autograd graph, where no hook sees them.
+            nonfinite = [name for name, parameter in part.named_parameters() if not all_finite((parameter.grad,))]
+            if nonfinite:
+                origins[index] = NonfiniteOrigin(index, None, f"the gradient of {nonfinite[-1]}")
+        origins |= self.backward
         if not origins:
             return None
         last = max(origins)
@@ -158,12 +166,6 @@ class NonfiniteProbe:
             if not all_finite((parameter,)):
                 return NonfiniteOrigin(last, None, f"the {PARAMETER} {name}", PARAMETER)
         return origins[last]
-
-    def _gradient_origin(self, index: int) -> NonfiniteOrigin | None:
-        # Deferred weight gradients are computed outside of the autograd graph, where no hook sees them.
-        parameters = self.stages[index].named_parameters()
-        nonfinite = [name for name, parameter in parameters if not all_finite((parameter.grad,))]
-        return NonfiniteOrigin(index, None, f"the gradient of {nonfinite[-1]}") if nonfinite else None
 
 
 class StageProbe:
@@ -217,6 +219,12 @@ class StageProbe:
 
     def _hook_backward(self, node: str, values: Iterable[object]) -> None:
         """Check the gradients that every autograd function added since the last call returns in backward."""
+
+        def check_gradients(grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+            found, stage = self._probe.backward, self._origin.stage
+            if stage not in found and _severity(grad_inputs) and not _severity(grad_outputs):
+                found[stage] = replace(self._origin, description=f"the gradient returned by {node}")
+
         tensors = (value for value in values if isinstance(value, Tensor))
         pending = [value.grad_fn for value in tensors if value.grad_fn is not None]
         while pending:
@@ -224,14 +232,8 @@ class StageProbe:
             # AccumulateGrad nodes outlive the step; their inputs are checked as results of other functions.
             if function not in self._hooked and not hasattr(function, "variable"):
                 self._hooked.add(function)
-                function.register_hook(partial(self._check_backward, node))
+                function.register_hook(check_gradients)
                 pending += [following for following, _ in function.next_functions if following is not None]
-
-    def _check_backward(self, node: str, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
-        stage = self._origin.stage
-        if stage not in self._probe.backward and _severity(grad_inputs) and not _severity(grad_outputs):
-            description = f"the gradient returned by {node}"
-            self._probe.backward[stage] = replace(self._origin, description=description)
 
 
 def _hookable_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
@@ -244,10 +246,3 @@ def _hookable_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}.")
         elif name and not any(f"{name}.".startswith(prefix) for prefix in compiled):
             yield name, module
-
-
-def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars, read at once: one wait for the device instead of one for each."""
-    if not scalars:
-        return []
-    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -200,7 +200,13 @@ class StepWarnings:
         causes = [(cause, True) for cause in loss_head.warnings(step)]
         self._num_steps += step.is_training
         if step.is_training and not self._num_steps & (self._num_steps - 1):
-            causes += [(cause, False) for cause in _hook_causes(parameters())]
+            hooked = [name for name, parameter in parameters().items() if _has_user_hook(parameter)]
+            if hooked:
+                cause = (
+                    "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, "
+                    f"differs from one call for the whole batch: {listed(hooked)}"
+                )
+                causes.append((cause, False))
         return [
             (cause, is_certain)
             for cause, is_certain in dict.fromkeys(causes)
@@ -221,15 +227,6 @@ class StepWarnings:
             if groups.is_first:
                 # Points at the user's call of step or eval.
                 warnings.warn(MicrobatchWarning(cause, is_certain, is_training), stacklevel=5)
-
-
-def _hook_causes(parameters: Mapping[str, Tensor]) -> Iterator[str]:
-    names = [name for name, parameter in parameters.items() if _has_user_hook(parameter)]
-    if names:
-        yield (
-            "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, "
-            f"differs from one call for the whole batch: {listed(names)}"
-        )
 
 
 def _has_user_hook(parameter: Tensor) -> bool:

@@ -20,7 +20,7 @@ Initialize = Callable[[nn.Module], object]
 
 def is_meta(model: nn.Module) -> bool:
     """Whether the parameters are on the meta device; refused if only some parameters, or only buffers, are."""
-    on_meta = [name for name, tensor in _named_tensors(model) if tensor.is_meta]
+    on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     elsewhere = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
     if on_meta and elsewhere:
         raise RunError(
@@ -38,17 +38,26 @@ def materialize(model: nn.Module, owned: Collection[str], device: torch.device) 
     Weights and persistent buffers are zero until they are loaded; non-persistent buffers have their values.
     """
     _check_attributes(model)
-    unsaved = _initial_buffers(model, device)
+    unsaved: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if missing := [name for name in _unsaved(module) if module._buffers[name].is_meta]:
+            buffers = _compute_buffers(model, module, path, missing, device)
+            unsaved |= {_join(path, name): buffer for name, buffer in buffers.items()}
     allocated: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied parameters stay tied
     names = set(owned)
-    owned_ids = {id(tensor) for name, tensor in _named_tensors(model) if name in names}
+    owned_ids = {id(tensor) for name, tensor in named_tensors(model) if name in names}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in allocated:
-                allocate = _allocate if id(parameter) in owned_ids else _placeholder
-                new = nn.Parameter(allocate(parameter, device), parameter.requires_grad)
+                if id(parameter) in owned_ids:
+                    tensor = _allocate(parameter, device)
+                else:
+                    fill = float("nan") if is_inexact(parameter) else 0
+                    one = torch.full((1,) * max(parameter.dim(), 1), fill, dtype=parameter.dtype, device=device)
+                    tensor = one.expand(parameter.shape)
+                new = nn.Parameter(tensor, parameter.requires_grad)
                 vars(new).update(vars(parameter))  # attributes that the user set on the parameter
                 allocated[id(parameter)] = new
             module._parameters[name] = allocated[id(parameter)]
@@ -69,11 +78,6 @@ def _allocate(old: Tensor, device: torch.device) -> Tensor:
     return torch.zeros_like(old, device=device) if old.is_meta else old.to(device)
 
 
-def _placeholder(old: Tensor, device: torch.device) -> Tensor:
-    fill = float("nan") if is_inexact(old) else 0
-    return torch.full((1,) * max(old.dim(), 1), fill, dtype=old.dtype, device=device).expand(old.shape)
-
-
 def _check_attributes(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -86,7 +90,8 @@ def _check_attributes(model: nn.Module) -> None:
                 )
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, tied ones under each of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
@@ -102,27 +107,19 @@ def _unsaved(module: nn.Module) -> list[str]:
     return [name for name, buffer in module._buffers.items() if name in names and buffer is not None]
 
 
-def _initial_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """The values of all non-persistent buffers of a meta-device model, by name."""
-    buffers: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        missing = [name for name in _unsaved(module) if module._buffers[name].is_meta]
-        if missing:
-            buffers |= {
-                _join(path, name): buffer for name, buffer in _compute_buffers(model, module, path, missing, device)
-            }
-    return buffers
-
-
 def _compute_buffers(
     model: nn.Module, module: nn.Module, path: str, names: list[str], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+) -> dict[str, Tensor]:
+    """The values of non-persistent buffers of one module, by the model's own initialisation."""
     buffers: dict[str, Tensor] = {}
     for initialize in _initializers(model, module, path):
         first, second = (_initialize_copy(initialize, module, device, seed) for seed in (1, 2))
         for name in names:
-            buffer, other = first.get(name), second.get(name)
-            if name not in buffers and buffer is not None and _agree(buffer, other, module._buffers[name]):
+            buffer, other, expected = first.get(name), second.get(name), module._buffers[name]
+            if name in buffers or buffer is None or other is None or buffer.is_meta or other.is_meta:
+                continue
+            has_form = buffer.shape == expected.shape and buffer.dtype is expected.dtype
+            if has_form and torch.equal(buffer, other):
                 buffers[name] = buffer
     unknown = [name for name in names if name not in buffers]
     if unknown:
@@ -133,7 +130,7 @@ def _compute_buffers(
             hint="give the module a reset_parameters method that sets them, register them as persistent, "
             "or give the Pipeline a model that is not on the meta device",
         )
-    yield from buffers.items()
+    return buffers
 
 
 def _initializers(model: nn.Module, module: nn.Module, path: str) -> Iterator[Initialize]:
@@ -167,10 +164,3 @@ def _initialize_copy(
         except Exception:
             return {}
     return copy._buffers
-
-
-def _agree(first: Tensor, second: Tensor | None, expected: Tensor | None) -> bool:
-    """Whether both runs made the same tensor, with the shape and dtype of the model's buffer."""
-    if second is None or expected is None or first.is_meta or second.is_meta:
-        return False
-    return first.shape == expected.shape and first.dtype is expected.dtype and torch.equal(first, second)

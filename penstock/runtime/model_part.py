@@ -1,6 +1,5 @@
 """The part of a model that one process holds: its stages, parameters and buffers."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -24,16 +23,12 @@ from penstock.capture import (
 )
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
-from penstock.runtime.agreement import checksum
 from penstock.runtime.distributed_parameters import (
-    NUM_SAMPLED,
     PartialGradients,
     SharedGradients,
     communicates,
     find_layouts,
-    sampled,
     shard_like,
-    whole,
 )
 from penstock.runtime.gradients import (
     ReplicaReducer,
@@ -46,7 +41,13 @@ from penstock.runtime.gradients import (
     send_tensor,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.meta_init import is_meta, materialize, unsaved_buffer_names
+from penstock.runtime.initial_weights import (
+    check_replica_weights,
+    check_tied_weights,
+    differing_weights,
+    parameter_ranks,
+)
+from penstock.runtime.meta_init import is_meta, materialize
 from penstock.stages import CutModel, Stage
 
 _STATE_HINT = "the state dict of the whole model, or of this rank"
@@ -55,7 +56,6 @@ BufferName = tuple[nn.Module, str]
 """a module, and the name of one of its buffers"""
 LOSS_FN = "loss_fn"
 """the parameters of a loss module have names that begin with this, and with more underscores if the model has it"""
-_SAME_START = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
 
 class ModelPart:
@@ -66,10 +66,10 @@ class ModelPart:
         model: nn.Module,
         plan: Plan,
         groups: ProcessGroups,
-        parallelize: Parallelize | None = None,
-        granularity: Granularity = Granularity(),  # noqa: B008
-        loss_module: nn.Module | None = None,
-        compares_models: bool = False,
+        parallelize: Parallelize | None,
+        granularity: Granularity,
+        loss_module: nn.Module | None,
+        compares_models: bool,
     ) -> None:
         """`parallelize` is applied to every stage. The last stage trains the parameters of `loss_module`.
 
@@ -86,7 +86,7 @@ class ModelPart:
         self.stages = self._make_stages(plan)
         self.has_weights = not is_meta(model)
         """False until weights are loaded into a model that was on the meta device"""
-        self.differing_weights = _differing_weights(plan, model, groups) if compares_models else None
+        self.differing_weights = differing_weights(plan, model, groups) if compares_models else None
         """the error for weights that differ between ranks, until weights are loaded"""
         if not self.has_weights:
             names = {name for stage in self.stages.values() for name, _ in _named_parameters(stage)}
@@ -97,9 +97,8 @@ class ModelPart:
         """names of the parameters and buffers of the loss module, on every rank"""
         last_stage = self.stages.get(plan.num_stages - 1)
         if self.has_weights:
-            _check_replicas(groups, (*self.stages.values(), *([loss_parts] if last_stage is not None else ())))
-        for index, stage in self.stages.items():
-            stage.recomputes = plan.choices.recompute[index]
+            check_replica_weights(groups, (*self.stages.values(), *([loss_parts] if last_stage is not None else ())))
+        for stage in self.stages.values():
             if parallelize is not None:
                 parallelize(stage)
         if last_stage is not None:
@@ -137,7 +136,8 @@ class ModelPart:
         ranks = range(plan.num_ranks) if self.groups.is_local else (self.groups.rank,)
         indices = (index for index in range(plan.num_stages) if placement[index] in ranks)
         cut = CutModel(self.captured, plan.partition)
-        return {index: Stage(self.captured, plan.partition, index, cut=cut) for index in indices}
+        recomputes = plan.choices.recompute
+        return {index: Stage(self.captured, plan.partition, index, recomputes[index], cut) for index in indices}
 
     def _parts_of_loss(self, loss_module: nn.Module | None) -> nn.Module:
         """A module with the loss module as its child `loss_fn`, without the parts that are the model's.
@@ -375,75 +375,6 @@ def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: s
             raise RunError("a tensor has no values: it is on the meta device", name=name)
 
 
-def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
-    """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
-    users: dict[str, set[int]] = {}
-    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
-        for node in nodes:
-            for name in node.parameters:
-                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
-    return users
-
-
-def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> None:
-    """Raise an error, on every rank, if a parameter that several ranks use differs between them."""
-    names = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
-    if groups.is_local or not names:
-        return
-    parameters = {entry.name: whole(entry.parameter.detach()) for entry in tied.tied}
-    sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
-    for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
-        if len(set(column) - {0}) > 1:
-            raise RunError(
-                "a shared parameter differs between ranks",
-                name=name,
-                ranks=[rank for rank, number in enumerate(column) if number],
-                hint=_SAME_START,
-            )
-
-
-def _differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> RunError | None:
-    """The error for the first parameter, or buffer that no forward writes, that differs between ranks; collective.
-
-    The same on all ranks of the pipeline. Tensors are sampled, and those that a rank does not have are not compared.
-    """
-    graph = plan.graph
-    written = {name for update in graph.updates for name in update.names}
-    unsaved = unsaved_buffer_names(model)
-    names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
-    tensors = {name: tensor for name, tensor in _named_tensors(model) if name not in unsaved and not tensor.is_meta}
-    digests = [checksum([{"": sampled(tensors[name])}]) if name in tensors else 0 for name in names]
-    rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
-    for name, column in zip(names, rows, strict=False):
-        ranks = [rank for rank, number in enumerate(column) if number]
-        other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
-        if other is None:
-            continue
-        # All ranks see this difference, and show a few entries.
-        entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
-        if name in tensors:
-            values = sampled(tensors[name])[:NUM_SAMPLED].to("cpu")
-            entries[: len(values)] = (values.abs() if values.is_complex() else values).to(torch.float64)
-        first, second = groups.gather(entries)[[ranks[0], other]]
-        differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
-        shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]
-        spec = next(value.spec for value in (*graph.parameters, *graph.buffers) if value.name == name)
-        error = RunError(
-            "the ranks start with different weights",
-            name=name,
-            tensor=str(spec),
-            **{f"rank_{ranks[0]}": shown[0], f"rank_{other}": shown[1]},
-            hint=f"{_SAME_START}; RunOptions(check_model=False) to train with the weights of each rank",
-        )
-        error.is_shared = True
-        return error
-    return None
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module:
     """The module itself if it has none of these parameters, by id; else a module with all of its other state."""
     if not any(id(parameter) in shared for parameter in module.parameters()):
@@ -457,27 +388,6 @@ def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module
     for name, child in module.named_children():
         rest.add_module(name, _without_parameters(child, shared))
     return rest
-
-
-def _check_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> None:
-    """Raise an error, on every rank, if pipelines start with different weights; called before they are sharded."""
-    if groups.peers is None:
-        return
-    entries = []
-    for stage in stages:
-        for name, parameter in _named_parameters(stage):
-            entries.append({name: sampled(parameter)})
-    # Combined over the ranks of the pipeline first, so that every rank of every pipeline sees the same difference.
-    combined = checksum([{"ranks": groups.gather(torch.tensor([checksum(entries)]))}])
-    checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
-    if len(set(checksums)) > 1:
-        other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])
-        if other % groups.tensor_ranks:
-            problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, other)}
-        else:
-            ranks = {"replicas": (0, other // groups.tensor_ranks)}
-            problem = "the replicas start with different weights"
-        raise RunError(problem, **ranks, hint=_SAME_START)
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:

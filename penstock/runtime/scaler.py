@@ -84,13 +84,10 @@ class GradScaler:
             parameter.grad.div_(self.scale)
             self._gradients.unscaled.add(id(parameter))
         has_overflow = not all_finite(parameter.grad for parameter in parameters)
-        self._gradients.overflows[id(optimizer)] = self._on_any_rank(has_overflow)
-
-    def _on_any_rank(self, has_overflow: bool) -> bool:
         request = SyncRequest("unscale_", self._sync.step)
         result = self._sync.exchange(request, SyncVote(maxes=(float(has_overflow),)))
         self._sync.close()
-        return result.maxes[0] > 0
+        self._gradients.overflows[id(optimizer)] = result.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Step the optimizer, unless gradients overflowed on any rank. A collective call.

@@ -1,4 +1,4 @@
-"""Copies between a device and pinned host memory, for messages over gloo, which sends host memory only.
+"""Reads of values on a device, and copies to and from pinned host memory for gloo, which sends host memory only.
 
 A device runs kernels after Python has started them, so that every read of a value waits for all kernels before it. A
 copy to the host is started on the device's queue, behind the kernels that make the tensor, and must be done before
@@ -39,3 +39,10 @@ def to_host(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def to_device(buffer: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, for kernels that are started later."""
     return buffer.to(device, non_blocking=True)
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of scalars, read at once: one wait for the device instead of one for each."""
+    if not scalars:
+        return []
+    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()

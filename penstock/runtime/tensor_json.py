@@ -8,12 +8,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.capture import dtype_name
@@ -47,13 +47,22 @@ def _encode(value: Any, tensors: Tensors, name: str) -> Any:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
-    if isinstance(value, np.ndarray) and (array := _array_as_tensor(value)) is not None:
-        return _encode_tensor("$array", array, tensors, name)
+    if isinstance(value, np.ndarray):
+        # An array of a dtype that torch lacks is refused below.
+        with suppress(TypeError):
+            native = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("=")))
+            return _encode_tensor("$array", torch.from_numpy(native).reshape(value.shape), tensors, name)
     if isinstance(value, list | tuple):
         items = [_encode(item, tensors, f"{name}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        return _encode_dict(value, tensors, name)
+        if not isinstance(value, Counter) and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
+        pairs = [
+            [_encode(part, tensors, f"{name}.{index}.{position}") for position, part in enumerate(pair)]
+            for index, pair in enumerate(value.items())
+        ]
+        return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
     raise CheckpointError(
         "a checkpoint cannot hold a value of this type",
         name=name,
@@ -62,31 +71,12 @@ def _encode(value: Any, tensors: Tensors, name: str) -> Any:
     )
 
 
-def _array_as_tensor(value: NDArray[Any]) -> Tensor | None:
-    """The array as a tensor; None if torch does not have its dtype."""
-    try:
-        native = value.astype(value.dtype.newbyteorder("="))
-        return torch.from_numpy(np.ascontiguousarray(native)).reshape(value.shape)
-    except TypeError:
-        return None
-
-
 def _encode_tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
     # Keys may contain dots, so two positions can have the same name.
     candidates = chain((name,), (f"{name}#{number}" for number in count(2)))
     unused = next(candidate for candidate in candidates if candidate not in tensors)
     tensors[unused] = tensor
     return {kind: unused}
-
-
-def _encode_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
-    if not isinstance(value, Counter) and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
-    pairs = [
-        [_encode(part, tensors, f"{name}.{index}.{position}") for position, part in enumerate(pair)]
-        for index, pair in enumerate(value.items())
-    ]
-    return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
 def decode_tree(value: Any, find: FindTensor) -> Any:
@@ -120,16 +110,11 @@ def _decode(value: Any, find: FindTensor) -> Any:
         case "$tuple":
             return tuple(_decode(item, find) for item in content)
         case "$dict" | "$counter":
-            pairs = {_decode_key(key, find): _decode(item, find) for key, item in content}
-            return Counter(pairs) if kind == "$counter" else pairs
+            pairs = [(_decode(key, find), _decode(item, find)) for key, item in content]
+            if unhashable := [key for key, _ in pairs if isinstance(key, list | dict)]:
+                raise DamagedError("invalid dictionary key", key=repr(unhashable[0])[:60])
+            return Counter(dict(pairs)) if kind == "$counter" else dict(pairs)
     raise DamagedError("unknown kind of value", kind=kind)
-
-
-def _decode_key(value: Any, find: FindTensor) -> Any:
-    key = _decode(value, find)
-    if isinstance(key, list | dict):
-        raise DamagedError("invalid dictionary key", key=repr(key)[:60])
-    return key
 
 
 def json_bytes(value: Any) -> bytes:

@@ -252,12 +252,12 @@ def _adam(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: i
 
 def refuse_other_steps(optimizer: torch.optim.Optimizer) -> None:
     """Make `optimizer.step()` raise a RunError, except inside `StageWeights.update`."""
-    optimizer.register_step_pre_hook(_check_step)
 
+    def check_step(*_: Any) -> None:
+        if not _is_updating:
+            raise RunError(
+                "the optimizer of an asynchronous pipeline must not be stepped outside of pipe.step",
+                hint="leave out optimizer.step() and zero_grad()",
+            )
 
-def _check_step(*_: Any) -> None:
-    if not _is_updating:
-        raise RunError(
-            "the optimizer of an asynchronous pipeline must not be stepped outside of pipe.step",
-            hint="leave out optimizer.step() and zero_grad()",
-        )
+    optimizer.register_step_pre_hook(check_step)

@@ -1,0 +1,103 @@
+"""Checks that ranks which share parameters start with the same weights."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from penstock.errors import RunError
+from penstock.ir import Plan
+from penstock.runtime.agreement import checksum
+from penstock.runtime.distributed_parameters import NUM_SAMPLED, sampled, whole
+from penstock.runtime.gradients import TiedReducer
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
+
+_HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
+
+
+def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
+    """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
+    users: dict[str, set[int]] = {}
+    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
+        for node in nodes:
+            for name in node.parameters:
+                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
+    return users
+
+
+def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> None:
+    """Raise an error, on every rank, if a parameter that several ranks use differs between them."""
+    names = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
+    if groups.is_local or not names:
+        return
+    parameters = {entry.name: whole(entry.parameter.detach()) for entry in tied.tied}
+    sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
+    for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
+        if len(set(column) - {0}) > 1:
+            raise RunError(
+                "a shared parameter differs between ranks",
+                name=name,
+                ranks=[rank for rank, number in enumerate(column) if number],
+                hint=_HINT,
+            )
+
+
+def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> RunError | None:
+    """The error for the first parameter, or buffer that no forward writes, that differs between ranks; collective.
+
+    The same on all ranks of the pipeline. Tensors are sampled, and those that a rank does not have are not compared.
+    """
+    graph = plan.graph
+    written = {name for update in graph.updates for name in update.names}
+    unsaved = unsaved_buffer_names(model)
+    names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
+    tensors = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved and not tensor.is_meta}
+    digests = [checksum([{"": sampled(tensors[name])}]) if name in tensors else 0 for name in names]
+    rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
+    for name, column in zip(names, rows, strict=False):
+        ranks = [rank for rank, number in enumerate(column) if number]
+        other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
+        if other is None:
+            continue
+        # All ranks see this difference, and show a few entries.
+        entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
+        if name in tensors:
+            values = sampled(tensors[name])[:NUM_SAMPLED].to("cpu")
+            entries[: len(values)] = (values.abs() if values.is_complex() else values).to(torch.float64)
+        first, second = groups.gather(entries)[[ranks[0], other]]
+        differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
+        shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]
+        spec = next(value.spec for value in (*graph.parameters, *graph.buffers) if value.name == name)
+        error = RunError(
+            "the ranks start with different weights",
+            name=name,
+            tensor=str(spec),
+            **{f"rank_{ranks[0]}": shown[0], f"rank_{other}": shown[1]},
+            hint=f"{_HINT}; RunOptions(check_model=False) to train with the weights of each rank",
+        )
+        error.is_shared = True
+        return error
+    return None
+
+
+def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) -> None:
+    """Raise an error, on every rank, if pipelines start with different weights; called before they are sharded."""
+    if groups.peers is None:
+        return
+    entries = []
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            entries.append({name: sampled(parameter)})
+    # Combined over the ranks of the pipeline first, so that every rank of every pipeline sees the same difference.
+    combined = checksum([{"ranks": groups.gather(torch.tensor([checksum(entries)]))}])
+    checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
+    if len(set(checksums)) > 1:
+        other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])
+        if other % groups.tensor_ranks:
+            problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, other)}
+        else:
+            ranks = {"replicas": (0, other // groups.tensor_ranks)}
+            problem = "the replicas start with different weights"
+        raise RunError(problem, **ranks, hint=_HINT)
