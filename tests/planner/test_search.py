@@ -6,11 +6,12 @@ from typing import ClassVar
 import pytest
 
 from penstock.errors import PartitionError, PlanError, ScheduleError
-from penstock.ir import Partition, Placement
+from penstock.ir import Backward, Forward, Graph, Node, Partition, Placement, Profile, Schedule, Value
 from penstock.partitioners import PARTITIONERS, Division, Partitioner, Problem, divide
-from penstock.planner import PlanOptions, search
+from penstock.planner import Measured, PlanOptions, search
+from penstock.planner.plan_search import node_moves
 from penstock.schedules import SCHEDULES, build
-from tests.planner.chains import measured
+from tests.planner.chains import SPEC, measured
 
 LAYERS = measured([1.0] * 8)
 OPTIONS = PlanOptions(2, schedule="1f1b", partitioner="uniform")
@@ -141,3 +142,18 @@ def test_a_new_partitioner_of_the_table_is_searched(monkeypatch):
     # A bound that no order of the table reaches, so that other cuts are tried.
     plan(model=measured([3.0, 1.0, 1.0, 1.0, 2.0, 5.0, 1.0, 1.0]), partitioner="auto")
     assert Recorded.seen == [Placement.loop(2)]
+
+
+def test_a_move_for_which_the_given_order_would_deadlock_is_left_out():
+    names = ("a.0", "a.1", "b.0", "b.1", "join")
+    reads = (("x",), ("a.0",), ("x",), ("b.0",), ("a.1", "b.1"))
+    nodes = tuple(Node(name, read, (Value(name, SPEC),)) for name, read in zip(names, reads, strict=True))
+    graph = Graph(nodes, (Value("x", SPEC),), ("join",))
+    branches = Partition((names[:2], names[2:4], names[4:]))
+    # The second branch runs first. With "a.1" moved into it, it would wait for the first one.
+    order = [Forward(1, 0), Forward(0, 0), Forward(2, 0), Backward(2, 0), Backward(0, 0), Backward(1, 0)]
+    given = Schedule.of(Placement((0, 0, 0)), 1, [order])
+    made = search({1: Measured(graph, Profile.uniform(graph))}, PlanOptions(1, schedule=given, partitioner=branches))
+    assert made.schedule == given
+    assert ("a.1", 0, 1) in [(node, source, target) for _, node, source, target in node_moves(graph, branches)]
+    assert not any("a.1" in reason for reason in made.search.reasons)
