@@ -71,10 +71,19 @@ def megatron(plan: Plan, csv: str) -> str:
     if rest or plan.schedule.placement != Placement.loop(ranks, depth):
         raise PlanError("the placement must be a loop", placement=plan.schedule.placement.ranks, hint=_LOOP)
     lists = module_lists(plan)
-    counts = [sum(_LAYER.search(name) is not None for name in names) for names in lists]
+    matches = [[match for name in names if (match := _LAYER.search(name))] for names in lists]
+    found = sorted({match.string[: match.start()] for stage in matches for match in stage})
+    if len(found) != 1:
+        raise PartitionError(
+            "Megatron has one list of layers, besides embedding and output layer",
+            lists=", ".join(found) or "none",
+            hint="a model with all layers in one list, such as layers.0, layers.1; or --emit automodel",
+        )
+    counts = [len(stage) for stage in matches]
     letters = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
     # Megatron has the embedding first and the output layer with the loss last, whatever is beside them here.
-    letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
+    letters[0] = f"E{letters[0]}"
+    letters[-1] += "L"
     lines = [
         f"--num-layers {sum(counts)}",
         f"--pipeline-model-parallel-size {ranks}",

@@ -199,6 +199,26 @@ def test_megatron_places_stages_in_a_loop() -> None:
         EMITTERS["megatron"](plan("zbv"), "order.csv")
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))),
+        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))),
+    ],
+    ids=["at the top", "two lists"],
+)
+def test_megatron_needs_one_list_of_layers(model: nn.Module) -> None:
+    with pytest.raises(PartitionError, match="Megatron has one list of layers"):
+        EMITTERS["megatron"](planned(model, "1f1b"), "order.csv")
+
+
+def test_one_stage_has_all_layers() -> None:
+    whole = planned(Net(), "1f1b", ranks=1)
+    assert megatron_layout(EMITTERS["megatron"](whole, "")) == "Et*4L"
+    assert json.loads(EMITTERS["deepspeed"](whole, ""))["pipeline"]["parts"] == [0, 5]
+    assert "pipeline_parallel_degree = 1" in torchtitan(whole, "")
+
+
 def test_megatron_and_deepspeed_recompute_everything_or_nothing() -> None:
     whole = replace(plan(), choices=replace(plan().choices, recompute=(True, True)))
     assert "--recompute-granularity full" in EMITTERS["megatron"](whole, "")
