@@ -37,6 +37,9 @@ def what_if(
     from penstock.planner import what_if as answer
 
     for file in files:
+        if file.is_dir():
+            hint = f"penstock what-if {file / 'run.json'}, or the trace files in it"
+            raise PenstockError("FILE must be a file, got a directory", file=file, hint=hint)
         if not file.is_file():
             hint = "the run.json of penstock train, or a trace of torch.profiler"
             raise PenstockError("no such file", file=file, hint=hint)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir import (
-    MAX_MICROBATCHES,
     Backward,
     Cluster,
     Forward,
@@ -37,7 +36,12 @@ PASSES = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
 _LETTERS = {kind.kind: letter for letter, kind in PASSES.items()}
 _FIELDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 """the field of StageCosts for each kind of pass"""
-_HINT = "ranges such as PP:2F0, a parquet file with optype and mb_id, a Megatron log with timers, or run.json"
+_MAX_SECONDS = 1e10
+"""more than the seconds since 1970, which starts may be counted from"""
+_HINT = (
+    "ranges such as PP:2F0, which torch's multi-stage schedules record, a parquet file with optype and mb_id, a log of "
+    "Megatron with timers, or run.json"
+)
 
 
 class RecordedPass(NamedTuple):
@@ -70,16 +74,18 @@ class RecordedStep:
         for each in self.passes:
             if rank_of.setdefault(each.stage, each.rank) != each.rank:
                 ranks = sorted({rank_of[each.stage], each.rank})
-                raise FormatError("the passes of a stage must be on one rank", stage=each.stage, ranks=ranks)
+                hint = "the traces of one replica"
+                raise FormatError("the passes of a stage must be on one rank", stage=each.stage, ranks=ranks, hint=hint)
         stages, ranks = range(len(rank_of)), sorted(set(rank_of.values()))
         if set(rank_of) != set(stages):
-            missing = min(set(range(max(rank_of, default=0) + 1)) - set(rank_of), default=0)
-            raise FormatError("a stage has no passes", step=self.step, stage=missing)
+            missing = next(stage for stage in range(len(rank_of) + 1) if stage not in rank_of)
+            hint = "the traces of all ranks: penstock what-if rank0.json rank1.json"
+            raise FormatError("a stage has no passes", step=self.step, stage=missing, hint=hint)
         orders: list[list[Any]] = [[] for _ in ranks]
-        for each in sorted(self.passes, key=lambda one: one.start):
-            orders[ranks.index(each.rank)].append(PASSES[each.kind](each.stage, each.microbatch))
         count = 1 + max(each.microbatch for each in self.passes)
         try:
+            for each in sorted(self.passes, key=lambda one: one.start):
+                orders[ranks.index(each.rank)].append(PASSES[each.kind](each.stage, each.microbatch))
             made = Schedule.of(Placement(tuple(ranks.index(rank_of[s]) for s in stages)), count, orders)
             _program(made)
         except ScheduleError as error:
@@ -101,6 +107,26 @@ class RecordedStep:
     def seconds(self) -> float:
         """From the start of the first pass to the end of the last, as measured."""
         return max(each.start + each.seconds for each in self.passes) - self.start
+
+
+def without_waiting(passes: Iterable[RecordedPass]) -> tuple[RecordedPass, ...]:
+    """The passes, each from when its input existed: until then it waited for the message of the stage beside it.
+
+    A pass that ended earlier is left as it is: the clocks of the ranks differ, or it does not read that stage.
+    """
+    passes = tuple(passes)
+    ends = {
+        (each.kind == "F", each.stage, each.microbatch): each.start + each.seconds
+        for each in passes
+        if each.kind != "W"
+    }
+    found = []
+    for each in passes:
+        is_forward, end = each.kind == "F", each.start + each.seconds
+        beside = each.stage - 1 if is_forward else each.stage + 1
+        ready = ends.get((is_forward, beside, each.microbatch), each.start) if each.kind != "W" else each.start
+        found.append(each._replace(start=ready, seconds=end - ready) if each.start < ready <= end else each)
+    return tuple(found)
 
 
 def costs_of(seconds: Mapping[tuple[str, int, int], float]) -> StageCosts:
@@ -144,12 +170,22 @@ class RecordedTraining:
     def __post_init__(self) -> None:
         if not self.steps:
             raise FormatError("no passes of a pipeline were found", source=self.source, hint=_HINT)
+        for each in self.steps:
+            for one in each.passes:
+                if not (0 <= one.seconds <= _MAX_SECONDS and abs(one.start) <= _MAX_SECONDS):
+                    raise FormatError(
+                        "start and seconds of a pass must be finite, and seconds 0 or more",
+                        step=each.step,
+                        range=f"{one.stage}{one.kind}{one.microbatch}",
+                        start=one.start,
+                        seconds=one.seconds,
+                    )
+            if not any(one.seconds for one in each.passes):
+                raise FormatError("the passes of a step take no time", source=self.source, step=each.step)
         shapes = {(each.schedule.num_stages, each.schedule.num_microbatches) for each in self.steps}
         if len(shapes) > 1:
             hint = "a recording of steps of one size"
             raise FormatError("the steps differ in stages or microbatches", found=sorted(shapes), hint=hint)
-        if self.num_microbatches > MAX_MICROBATCHES:
-            raise FormatError("too many microbatches", microbatches=self.num_microbatches, limit=MAX_MICROBATCHES)
 
     @property
     def num_stages(self) -> int:

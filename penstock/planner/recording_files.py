@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -11,18 +13,26 @@ from typing import Any
 
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
-from penstock.planner.recording import PASSES, RecordedPass, RecordedStep, RecordedTraining, recording_of_traces
+from penstock.planner.recording import (
+    PASSES,
+    RecordedPass,
+    RecordedStep,
+    RecordedTraining,
+    recording_of_traces,
+    without_waiting,
+)
 from penstock.schedules import build
 
-_RANGE = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
+_RANGE = re.compile(r"(?:PP:)?(\d{1,9})([FBIW])(\d{1,9})")
 """the name of a range, such as PP:2F0"""
 COLUMNS = ("step", "dp_rank", "stage", "optype", "seq_id", "mb_id", "start_ts", "duration")
 """columns of the parquet files"""
 _OPERATIONS = {"forward-compute": "F", "backward-compute": "B"}
 """kinds of passes by their names in parquet files and Megatron logs"""
 _TIMER = re.compile(r"^\s*(forward-compute|backward-compute)[ .]*:\s*(.*)$")
-_RANK = re.compile(r"^\s*rank\s+(\d+)\s*:\s*([\d.]+)\s*$")
-_ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_RANK = re.compile(r"^\s*rank\s+(\d{1,9})\s*:\s*(\d{1,12}(?:\.\d*)?)\s*$")
+_ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*(\d{1,12}(?:\.\d*)?)")
+_PIPELINE_SIZE = re.compile(r"^\s*pipeline_model_parallel_size[ .]+(\d{1,9})\s*$", re.MULTILINE)
 _MILLI = 1e-3
 
 
@@ -40,6 +50,8 @@ def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Re
     if first.suffix == ".parquet":
         return _only(files, read_parquet(first))
     text = _read(first)
+    if not text.strip():
+        raise FormatError("the file is empty", file=first)
     if text.lstrip()[:1] in ("{", "["):
         head = text.lstrip()[:200]
         if '"penstock"' in head:
@@ -86,12 +98,13 @@ def read_parquet(path: Path) -> RecordedTraining:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path, columns=list(COLUMNS))
+        missing = [name for name in COLUMNS if name not in pyarrow.parquet.read_schema(path).names]
+        table = None if missing else pyarrow.parquet.read_table(path, columns=list(COLUMNS))
     except (OSError, ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors and OSErrors
         raise FormatError("cannot read the file", file=path, reason=str(error).splitlines()[0]) from None
-    missing = [name for name in COLUMNS if name not in table.column_names]
-    if missing:
-        raise FormatError("the file lacks a column", file=path, column=missing[0])
+    if table is None:
+        hint = f"a file with the columns {', '.join(COLUMNS)}"
+        raise FormatError("the file lacks a column", file=path, column=missing[0], hint=hint)
     return recording_of_rows(str(path), zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True))
 
 
@@ -101,7 +114,13 @@ def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> RecordedT
     ends: dict[int, float] = {}
     # The ranks of an operation between ranks wait for each other: it takes from the last start to the end.
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-    for step, replica, stage, operation, sequence, microbatch, start, seconds in rows:
+    for number, (step, replica, stage, operation, sequence, microbatch, start, seconds) in enumerate(rows):
+        if not (
+            all(isinstance(each, int) for each in (step, replica, stage, microbatch))
+            and all(isinstance(each, int | float) and math.isfinite(each) for each in (start, seconds))
+        ):
+            values = {"step": step, "stage": stage, "mb_id": microbatch, "start_ts": start, "duration": seconds}
+            raise FormatError("a row must have whole and finite numbers", file=source, row=number, **values)
         if operation in _OPERATIONS:
             one = RecordedPass(stage, _OPERATIONS[operation], stage, microbatch, start, seconds)
             passes.setdefault((step, replica), []).append(one)
@@ -139,12 +158,13 @@ def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -
 def read_chrome(files: Iterable[tuple[Path, str]]) -> RecordedTraining:
     """The recording of Chrome traces with ranges such as PP:2F0: one file with a process per rank, or a file per rank.
 
-    A range that occurs several times belongs to successive steps.
+    A range that occurs several times belongs to successive steps. On the CPU, torch waits for the input of a pass
+    inside its range; that does not count.
     """
     found: dict[tuple[int, str, int, int], list[tuple[float, float]]] = {}
     names = []
     files = list(files)
-    for path, text in files:
+    for number, (path, text) in enumerate(files):
         names.append(str(path))
         try:
             document = json.loads(text)
@@ -163,7 +183,8 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> RecordedTraining:
         # A GPU trace has each range twice: when its kernels were launched, and when they ran, which counts.
         on_device = [(event, match) for event, match in ranges if event.get("cat") == "gpu_user_annotation"]
         for event, match in on_device or ranges:
-            where = rank if isinstance(rank, int) and len(files) > 1 else event.get("pid", 0)
+            # In one file each process is a rank; processes of two hosts may have the same number.
+            where = event.get("pid", 0) if len(files) == 1 else rank if isinstance(rank, int) else number
             key = (_number(where), match[2], int(match[1]), int(match[3]))
             found.setdefault(key, []).append((event["ts"] * 1e-6, event["dur"] * 1e-6))
     steps: dict[int, list[RecordedPass]] = {}
@@ -171,7 +192,7 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> RecordedTraining:
         for number, (start, seconds) in enumerate(sorted(spans)):
             steps.setdefault(number, []).append(RecordedPass(rank, kind, stage, microbatch, start, seconds))
     complete = [steps[number] for number in sorted(steps) if len(steps[number]) == len(steps.get(0, ()))]
-    recorded = tuple(RecordedStep(number, 0, tuple(passes)) for number, passes in enumerate(complete))
+    recorded = tuple(RecordedStep(number, 0, without_waiting(passes)) for number, passes in enumerate(complete))
     return RecordedTraining(", ".join(names), recorded)
 
 
@@ -196,9 +217,12 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
     """The recording of a log with timers of every rank (`--timing-log-level 2 --timing-log-option all`).
 
     A log has the seconds of all microbatches together, so that each counts as the mean; the order is taken to be 1F1B.
+    Every rank is a stage, unless the arguments of Megatron, at the beginning of the log, say otherwise.
     """
     totals: list[dict[tuple[str, int], float]] = []
-    seconds: list[float] = []
+    """of each iteration, the seconds of all passes by kind and rank"""
+    seconds: list[float | None] = []
+    """of each iteration"""
     kind, has_ranges = "", False
     for line in text.splitlines():
         if iteration := _ITERATION.search(line):
@@ -207,11 +231,14 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
         elif timer := _TIMER.match(line):
             kind, has_ranges = _OPERATIONS[timer[1]], has_ranges or "(" in timer[2]
             if not totals:
+                seconds.append(None)
                 totals.append({})
         elif kind and (own := _RANK.match(line)):
             totals[-1][kind, int(own[1])] = float(own[2]) * _MILLI
         elif line.strip() and not line.lstrip().startswith("rank"):
             kind = ""
+    # Iterations may be logged more often than timers.
+    seconds = [taken for taken, each in zip(seconds, totals, strict=True) if each]
     totals = [each for each in totals if each]
     if not totals:
         hint = "--timing-log-level 2 --timing-log-option all, which logs the timers of every rank"
@@ -220,26 +247,38 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
     if microbatches is None:
         hint = "--microbatches 8: the global batch size divided by micro-batch size and replicas"
         raise FormatError("a log does not have the number of microbatches", file=path, hint=hint)
-    ranks = sorted({rank for _, rank in totals[0]})
-    schedule = build("1f1b", len(ranks), microbatches)
-    steps = []
+    ranks, given = sorted({rank for _, rank in totals[0]}), _PIPELINE_SIZE.search(text)
+    num_stages = int(given[1]) if given else len(ranks)
+    if not num_stages or len(ranks) % num_stages:
+        sizes = {"ranks": len(ranks), "pipeline_model_parallel_size": num_stages}
+        raise FormatError("the log must have the timers of all ranks", file=path, **sizes)
+    # Megatron numbers ranks by stage. Those of one stage, which differ in tensor or data parallelism, are in pipelines
+    # of their own.
+    num_replicas = len(ranks) // num_stages
+    schedule, steps = build("1f1b", num_stages, microbatches), []
     for number, each in enumerate(totals):
-        passes = []
-        for rank, order in enumerate(schedule.orders):
-            for place, action in enumerate(order):
-                name = "F" if isinstance(action, PASSES["F"]) else "B"
-                if (name, ranks[rank]) not in each:
-                    raise FormatError("the log lacks a timer", file=path, rank=ranks[rank], timer=name)
-                taken = each[name, ranks[rank]] / microbatches
-                passes.append(RecordedPass(rank, name, rank, getattr(action, "microbatch", 0), float(place), taken))
-        steps.append(RecordedStep(number, 0, tuple(passes)))
+        for replica in range(num_replicas):
+            passes = []
+            for stage, order in enumerate(schedule.orders):
+                rank = ranks[stage * num_replicas + replica]
+                for place, action in enumerate(order):
+                    name = "F" if isinstance(action, PASSES["F"]) else "B"
+                    if (name, rank) not in each:
+                        raise FormatError("the log lacks a timer", file=path, rank=rank, timer=name)
+                    taken = each[name, rank] / microbatches
+                    passes.append(
+                        RecordedPass(stage, name, stage, getattr(action, "microbatch", 0), float(place), taken)
+                    )
+            steps.append(RecordedStep(number, replica, tuple(passes)))
     recording = RecordedTraining(str(path), tuple(steps))
-    return _with_simulated_starts(recording, tuple(seconds[: len(steps)]) if len(seconds) >= len(steps) else ())
+    known = tuple(taken for taken in seconds if taken is not None)
+    return _with_simulated_starts(recording, known if len(known) == len(seconds) else ())
 
 
 def _with_simulated_starts(recording: RecordedTraining, step_seconds: tuple[float, ...]) -> RecordedTraining:
     """The recording with passes at their simulated times, as a log has durations only."""
-    simulated = recording_of_traces(
-        recording.source, [recording.run(each.schedule, each.costs) for each in recording.steps]
-    )
-    return RecordedTraining(recording.source, simulated.steps, 0.0, 0.0, step_seconds)
+    steps = []
+    for each in recording.steps:
+        trace = recording.run(each.schedule, each.costs)
+        steps.append(replace(each, passes=recording_of_traces(recording.source, [trace]).steps[0].passes))
+    return RecordedTraining(recording.source, tuple(steps), 0.0, 0.0, step_seconds)

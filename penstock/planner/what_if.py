@@ -16,6 +16,7 @@ from penstock.ir import (
     Schedule,
     StageCosts,
     align_columns,
+    counted,
     html_page,
     html_table,
     paragraph,
@@ -28,6 +29,8 @@ from penstock.schedules import SCHEDULES, build
 
 _SLOW = 1.02
 """a stage or replica is slow if its passes take this many times the mean"""
+_UNEXPLAINED = 0.02
+"""the share of a step by which measurement and simulation may differ without a remark"""
 _CAUSES = ("warm-up", "wait", "imbalance", "drain")
 _MOST_TRACES = 64
 """the most pipelines that are simulated as traces, to divide their idle time by cause"""
@@ -106,11 +109,16 @@ class WhatIf:
 
     def lines(self) -> Iterator[str]:
         """The findings before the table."""
-        yield f"{self.steps} steps of {self.replicas} x {self.stages} stages, {self.microbatches} microbatches"
+        sizes = counted(self.stages, "stage"), counted(self.microbatches, "microbatch")
+        yield f"{counted(self.steps, 'step')} of {self.replicas} x {sizes[0]}, {sizes[1]}"
         yield (
             f"step {seconds_text(self.measured)} measured, {seconds_text(self.simulated)} simulated from its passes "
             f"(pipelines within {self.pipeline_error:.2%}), {seconds_text(self.outside)} of it outside the passes"
         )
+        if abs(self.measured - self.simulated) > _UNEXPLAINED * self.measured:
+            difference = seconds_text(abs(self.measured - self.simulated))
+            direction = "longer" if self.measured > self.simulated else "shorter"
+            yield f"the measured step is {difference} {direction} than its passes explain; all below is simulated"
         idle = ", ".join(f"{cause} {percent_text(share)}" for cause, share in self.bubble)
         yield f"bubble {percent_text(sum(share for _, share in self.bubble))}: {idle}"
         yield f"ideal step {seconds_text(self.ideal)}: slowdown {self.simulated / self.ideal:.3f}"
@@ -264,9 +272,12 @@ def _alternatives(
     equal = recording.seconds(schedule, recording.equal_costs)
     yield Alternative("equal stages", equal, "at most: another cut or ranks of equal speed, in all replicas")
     for name, made, costs in _other_schedules(schedule, mean):
-        note = (
-            "" if recording.splits_backward or not SCHEDULES[name].splits_backward else "if a backward splits in half"
-        )
+        conditions = []
+        if SCHEDULES[name].splits_backward and not recording.splits_backward:
+            conditions.append("a backward splits in half")
+        if made.num_stages != schedule.num_stages:
+            conditions.append(f"a stage can be cut in {made.num_stages // schedule.num_stages}")
+        note = f"if {' and '.join(conditions)}" if conditions else ""
         yield Alternative(f"schedule {name}", scale * recording.seconds(made, costs), note)
     best = synthesise(problem, budget_seconds=budget_seconds, may_prove=False)
     note = "synthesised for the mean costs" + ("" if recording.splits_backward else ", if a backward splits in half")

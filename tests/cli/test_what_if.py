@@ -41,3 +41,10 @@ def test_a_file_without_passes_is_refused(tmp_path):
     refused = call(file)
     assert refused.exit_code == 2
     assert "no passes of a pipeline" in refused.output
+
+
+def test_a_directory_is_refused(tmp_path):
+    refused = call(tmp_path)
+    assert refused.exit_code == 2
+    assert "must be a file, got a directory" in refused.output
+    assert "run.json" in refused.output

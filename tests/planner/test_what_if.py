@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,11 @@ def test_a_log_of_megatron(tmp_path):
     assert recording.mean_costs().forward == pytest.approx((0.1, 0.2))
     assert recording.mean_costs().backward == pytest.approx((0.2, 0.4))
     assert recording.measured == 12.5
-    assert what_if(recording, 0.0).parts[0].number == 1
+    found = what_if(recording, 0.0)
+    assert found.parts[0].number == 1
+    assert "1 step of 1 x 2 stages, 8 microbatches" in str(found)
+    assert "longer than its passes explain" in str(found)
+    assert "if a backward splits in half and a stage can be cut in 2" in str(found)
     with pytest.raises(FormatError, match="number of microbatches"):
         read_recording([file])
     file.write_text(LOG.replace("  backward-compute:\n     rank  0: 1600.00\n     rank  1: 3200.00\n", ""))
@@ -165,9 +170,64 @@ def test_a_log_of_megatron(tmp_path):
         read_recording([file], 8)
 
 
+def test_a_log_of_megatron_with_tensor_or_data_parallelism(tmp_path):
+    file = tmp_path / "log.txt"
+    file.write_text("  pipeline_model_parallel_size .................... 1\n" + LOG + LOG)
+    recording = read_recording([file], 8)
+    assert (recording.num_stages, recording.replicas, len(recording.by_step)) == (1, (0, 1), 2)
+    assert what_if(recording, 0.0).parts[1].slowness == pytest.approx(4 / 3)
+    file.write_text("pipeline_model_parallel_size ... 4\n" + LOG)
+    with pytest.raises(FormatError, match="must have the timers of all ranks"):
+        read_recording([file], 8)
+
+
+def test_iterations_may_be_logged_more_often_than_timers(tmp_path):
+    file = tmp_path / "log.txt"
+    file.write_text("elapsed time per iteration (ms): 99000.0\n" + LOG)
+    assert read_recording([file], 8).measured == 12.5
+
+
+def spans(*names, dur="1", pid=0):
+    events = (f'{{"ph":"X","name":"{name}","pid":{pid},"ts":{at},"dur":{dur}}}' for at, name in enumerate(names))
+    return f"[{','.join(events)}]"
+
+
+def test_ranks_of_several_files_are_the_files_unless_they_say_otherwise(tmp_path):
+    # Processes of containers may all have the same number.
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for stage, file in enumerate(files):
+        file.write_text(spans(f"{stage}F0", f"{stage}B0"))
+    assert read_recording(files).num_ranks == 2
+
+
+def test_waiting_inside_the_range_of_a_pass_does_not_count(tmp_path):
+    files, trace = [], trace_of()
+    for rank, order in enumerate(trace.program.schedule.orders):
+        # As torch's schedules record on the CPU: the range of a pass begins when the one before has ended.
+        ends = {str(span.action): span.end for span in trace.spans}
+        times = pairwise([0.0, *(ends[str(action)] for action in order)])
+        events = [
+            {"ph": "X", "name": f"PP:{action}", "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            for action, (start, end) in zip(order, times, strict=True)
+        ]
+        files.append(tmp_path / f"{rank}.json")
+        files[-1].write_text(json.dumps(events))
+    recording = read_recording(files)
+    assert recording.errors[0] == pytest.approx(0.0, abs=1e-6)
+    assert recording.mean_costs().forward == pytest.approx(recording_of_traces("", [trace]).mean_costs().forward)
+
+
 def test_files_that_hold_no_passes(tmp_path):
     file = tmp_path / "file.json"
     for text, problem in (
+        (" ", "the file is empty"),
+        (spans("0F0", "0B0", dur="NaN"), "seconds of a pass must be finite"),
+        (spans("0F0", "0B0", dur="-1"), "seconds of a pass must be finite"),
+        (spans("0F0", "0B0", dur="1e300"), "seconds of a pass must be finite"),
+        (spans("0F0", "0B0", dur="0"), "take no time"),
+        (spans("0F0", "0B0", "0F999999999"), "microbatch out of range"),
+        (spans("0F0", "0B0", "999999999F0"), "a stage has no passes"),
+        (spans("0F" + 5000 * "9"), "no passes of a pipeline"),
         ('{"traceEvents": []}', "no passes of a pipeline"),
         ('{"traceEvents": 3}', "not a Chrome trace"),
         ("[{", "not JSON"),
@@ -233,8 +293,20 @@ def test_parquet_files_of_the_straggler_study(tmp_path):
     parquet.write_table(arrow.table(dict(zip(COLUMNS, columns, strict=True))), file)
     assert read_recording([file]).steps == recording_of_rows("", rows_of_two_replicas()).steps
     parquet.write_table(arrow.table({"step": [1]}), file)
-    with pytest.raises(FormatError, match="file"):
+    with pytest.raises(FormatError, match=r"lacks a column .*column: dp_rank"):
         read_recording([file])
+    file.write_bytes(b"PAR1")
+    with pytest.raises(FormatError, match="cannot read the file"):
+        read_recording([file])
+
+
+@pytest.mark.parametrize("column", [0, 6, 7])
+@pytest.mark.parametrize("value", [None, float("nan"), "x"])
+def test_rows_without_numbers_are_refused(column, value):
+    row = list(rows_of_two_replicas()[0])
+    row[column] = value
+    with pytest.raises(FormatError, match="a row must have whole and finite numbers"):
+        recording_of_rows("rows", [tuple(row)])
 
 
 def test_parquet_files_need_pyarrow(tmp_path, monkeypatch):
