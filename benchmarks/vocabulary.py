@@ -2,9 +2,11 @@
 
 The gain is predicted for 8 H100 on 8 nodes, predicted and measured on ranks whose blocks and shards sleep, and
 predicted and measured on two ranks that compute. Both plans are the best that the planner finds. Models return their
-loss, so that its seconds count in both.
+loss, so that its seconds count in both. `python -m benchmarks.vocabulary computing` shows one table, in less than three
+minutes.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -47,7 +49,7 @@ class Scored(nn.Sequential):
 
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about split output layers."""
-    return (predicted(), sleeping(), computing())
+    return tuple(make() for make in TABLES.values())
 
 
 def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20.0) -> Table:
@@ -175,3 +177,10 @@ def sleeping_head() -> Iterator[None]:
         mock.patch.object(VocabularyShard, "forward", sleeping_shard),
     ):
         yield
+
+
+TABLES: dict[str, Callable[[], Table]] = {"predicted": predicted, "sleeping": sleeping, "computing": computing}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TABLES:
+        TABLES[name]().show()

@@ -130,6 +130,8 @@ class Pipeline:
         if model is not given_model and (parallelize_fn is not None or staleness is not None):
             other = "parallelize_fn" if parallelize_fn is not None else "staleness"
             raise RunError(f"a split output layer does not combine with {other}", hint="vocabulary_shards=None")
+        self._has_split_loss = model is not given_model and self._loss_fn is not None
+        """whether shards of the output layer compute the loss, so that the loss is the only output"""
         self._output_dims, self._split = output_dims, split
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
@@ -235,6 +237,8 @@ class Pipeline:
             self._saver.check(SyncRequest("step", self.num_steps))
         if losses is not None:
             self._check_losses("step", losses)
+        if self._has_split_loss:
+            self._check_split_loss("step", target, return_outputs)
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
         budget = {}
@@ -282,6 +286,8 @@ class Pipeline:
         """
         if losses is not None:
             self._check_losses("eval", losses)
+        if self._has_split_loss:
+            self._check_split_loss("eval", target, return_outputs)
         budget = {}
         if budget_tokens is not None:
             budget = {"budget_tokens": self._checked_budget("eval", budget_tokens, return_outputs)}
@@ -410,7 +416,7 @@ class Pipeline:
         refused = {
             "an asynchronous pipeline": self._staleness is not None,
             'inputs="first"': self._inputs != "all",
-            "a loss_fn": self._loss_head.has_loss_fn,
+            "a loss_fn": self.has_loss_fn,
         }
         for name, is_given in refused.items():
             if is_given:
@@ -431,6 +437,18 @@ class Pipeline:
                 self._stale_weights.is_stale = True
 
         return ForwardPass(result, sizes, run)
+
+    def _check_split_loss(self, call: str, target: object, return_outputs: object) -> None:
+        """Refuse calls that need the logits of a split output layer."""
+        hint = "a plan with vocabulary_shards=None"
+        if return_outputs:
+            error = RunError("a split output layer has no whole logits to return as outputs", hint=hint)
+        elif target is None and self._inputs == "all":
+            error = RunError("a split output layer needs a target, because it computes the loss only", hint=hint)
+        else:
+            return
+        self._sync.refuse(SyncRequest(call, self.num_steps), error)
+        raise error
 
     def _check_losses(self, call: str, losses: object) -> None:
         error = self._ambiguous("losses")
@@ -866,7 +884,7 @@ def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[n
         raise PlanError(
             "a plan that splits the output layer must be made with the loss_fn of the Pipeline",
             plan="with a loss_fn" if takes_target else "without a loss_fn",
-            hint="penstock.plan(..., loss_fn=loss_fn, target=target)",
+            hint="loss_fn=..., as in the plan" if takes_target else "penstock.plan(..., loss_fn=..., target=...)",
         )
     if loss_module(loss_fn) is not None and any(True for _ in loss_module(loss_fn).parameters()):  # type: ignore[union-attr]
         raise PlanError("the loss of a split output layer must not have parameters", hint="vocabulary_shards=None")

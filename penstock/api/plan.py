@@ -25,7 +25,15 @@ from penstock.api.measuring import measure, measure_links, measured_model
 from penstock.api.pipeline import check_loss_fn, check_split
 from penstock.api.progress import progress
 from penstock.batches import Microbatch, Split, explain_failure, find_split, split_batch
-from penstock.capture import Captured, Granularity, find_head, shard_vocabulary, sharded_granularity
+from penstock.capture import (
+    Captured,
+    Granularity,
+    find_head,
+    shard_vocabulary,
+    sharded_granularity,
+    sharded_head,
+    with_loss,
+)
 from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, FitError, PenstockError, PlanError, RunError
 from penstock.ir import (
@@ -51,6 +59,7 @@ from penstock.ir import (
     to_json,
 )
 from penstock.launch import host_id, one_line
+from penstock.loss import loss_module
 from penstock.partitioners import Division
 from penstock.planner import (
     AUTO,
@@ -145,7 +154,8 @@ def plan(
         basic_blocks: as in `capture`: modules that stay whole
         vocabulary_shards: split the output layer and its cross entropy into this many shards along the vocabulary,
             which may be placed on any ranks; "auto": one per rank if that is predicted to be faster; None: do not
-        target: with `vocabulary_shards` and a `loss_fn`, the target of the example batch
+        target: with a `loss_fn`, the target of the example batch: the loss then counts in the step;
+            `vocabulary_shards` needs it
 
     Returns:
         The plan: frozen, printable, the same wherever it is loaded.
@@ -181,7 +191,12 @@ def plan(
         TrainingState.named(optimizer, precision),
     )
     granularity = Granularity(depth, basic_blocks)
-    examples = Examples(model, args, kwargs, split, loss_fn, speed, granularity, is_here)
+    if target is not None:
+        if loss_fn is None:
+            raise PlanError("target must be given with a loss_fn", hint="loss_fn=..., or labels in kwargs")
+        if (module := loss_module(loss_fn)) is not None and any(True for _ in module.parameters()):
+            raise PlanError("a loss_fn with parameters cannot be planned", hint="leave out target")
+    examples = Examples(model, args, kwargs, split, loss_fn, target, speed, granularity, is_here)
     if is_here:
         here = local_ranks(options.cluster.ranks)
         here = replace(here, memory=options.cluster.memory, replicas=options.cluster.replicas)
@@ -194,7 +209,9 @@ def plan(
             return _plan_devices(examples, options, devices, tensor_parallel, preset)
         found = _plan_examples(examples, options, profile, start)
     else:
-        found = _plan_sharded(examples, options, vocabulary_shards, target, start, devices is not None or profile)
+        if devices is not None or profile is not None:
+            raise PlanError("vocabulary_shards does not combine with devices and profile", hint="ranks=4")
+        found = _plan_sharded(examples, options, vocabulary_shards, start)
     _LOG.info("plan: %s", found)
     return found
 
@@ -214,18 +231,14 @@ def _plan_examples(examples: "Examples", options: PlanOptions, profile: Profile 
     return replace(found, split=tuple(examples.rules.items()))
 
 
-def _plan_sharded(
-    examples: "Examples", options: PlanOptions, shards: int | str, target: Any, start: float, is_refused: Any
-) -> Plan:
+def _plan_sharded(examples: "Examples", options: PlanOptions, shards: int | str, start: float) -> Plan:
     """The plan with a split output layer; with "auto" shards, the better of it and the plan without."""
     is_auto = shards == AUTO
     count = options.cluster.ranks if is_auto else as_int(shards) if not isinstance(shards, str) else None
     if count is None or count < 2 - is_auto:
         hint = 'vocabulary_shards=2, "auto", or None'
         raise PlanError("vocabulary_shards must be a whole number, 2 or more", got=repr(shards), hint=hint)
-    if is_refused:
-        raise PlanError("vocabulary_shards does not combine with devices and profile", hint="ranks=4")
-    if examples.loss_fn is not None and target is None:
+    if examples.loss_fn is not None and examples.target is None:
         hint = "target=labels, those of the example batch"
         raise PlanError("vocabulary_shards with a loss_fn needs the target of the example batch", hint=hint)
     asked = ("vocabulary shards", str(shards))
@@ -235,9 +248,8 @@ def _plan_sharded(
         with suppress(FitError) if count > 1 else nullcontext():
             without = _plan_examples(examples, half, None, start)
         if count == 1 and without is not None:
-            return _explained(without, asked, "the output layer is whole: there is one rank only")
+            return _explained(without, asked, "The output layer is whole: there is one rank only.")
         options, start = half, time.monotonic()
-    with_loss = {} if examples.loss_fn is None else {"target": target}
     num_microbatches = _microbatch_counts(options, examples)[0]
     head = find_head(examples.captured(num_microbatches).graph)
     while next(examples.model.get_submodule(head).children(), None) is not None:
@@ -245,23 +257,23 @@ def _plan_sharded(
         examples = replace(examples, granularity=replace(examples.granularity, opened=opened))
         head = find_head(examples.captured(num_microbatches).graph)
     model = shard_vocabulary(examples.model, head, count, examples.loss_fn)
-    sharded = replace(
-        examples,
-        model=model,
-        kwargs={**(examples.kwargs or {}), **with_loss},
-        loss_fn=None,
-        granularity=sharded_granularity(model, examples.granularity),
-    )
+    sharded = replace(examples.of_loss(model), granularity=sharded_granularity(model, examples.granularity))
     found = _plan_examples(sharded, options, None, start)
+    if sharded_head(found.graph) is None:
+        raise CaptureError(
+            "an output layer can be split only if the model computes a cross entropy of its logits",
+            module=head,
+            hint="labels in the example batch, so that the model returns its loss, or loss_fn= and target=",
+        )
     seconds = found.predicted.makespan
     if without is None:
-        return _explained(found, asked, f"the output layer {head} is split into {count} shards")
+        return _explained(found, asked, f"The output layer {head} is split into {count} shards.")
     other = without.predicted.makespan
     if other <= seconds:
         ratio = f"with {count} shards the step would be {seconds / other:.3f}x as long"
-        return _explained(without, asked, f"the output layer {head} is whole: {ratio}")
+        return _explained(without, asked, f"The output layer {head} is whole: {ratio}.")
     ratio = f"without, the step would be {other / seconds:.3f}x as long"
-    return _explained(found, asked, f"the output layer {head} is split into {count} shards: {ratio}")
+    return _explained(found, asked, f"The output layer {head} is split into {count} shards: {ratio}.")
 
 
 def _explained(found: Plan, asked: tuple[str, str], reason: str) -> Plan:
@@ -361,6 +373,8 @@ class Examples:
     kwargs: Mapping[str, Any] | None
     split: Split | None = None
     loss_fn: LossFn | None = None
+    target: Any = None
+    """if given, the costs of the loss count"""
     speed: DeviceSpeed | None = None
     """estimate for a device of this speed instead of measuring"""
     granularity: Granularity = field(default_factory=Granularity)
@@ -405,9 +419,25 @@ class Examples:
         models |= {count: self._interpolated(count, ends, models) for count in counts if count not in models}
         return models
 
+    def of_loss(self, model: nn.Module) -> "Examples":
+        """The same batch for a model that returns the loss; if there is a `loss_fn`, one that takes the target too."""
+        if self.loss_fn is None:
+            return replace(self, model=model)
+        return replace(
+            self, model=model, kwargs={**(self.kwargs or {}), "target": self.target}, loss_fn=None, target=None
+        )
+
     def _measured(self, count: int) -> Measured:
         captured = self.captured(count)
-        return Measured(self._graph(captured), measure(captured, loss_fn=self.loss_fn, speed=self.speed))
+        graph = self._graph(captured)
+        return Measured(graph, self._profile(captured, graph, count))
+
+    def _profile(self, captured: Captured, graph: Graph, count: int) -> Profile:
+        if self.loss_fn is None or self.target is None:
+            return measure(captured, loss_fn=self.loss_fn, speed=self.speed)
+        # The costs of the loss are part of those of the output.
+        scored = self.of_loss(with_loss(self.model, self.loss_fn))
+        return measure(scored.captured(count), speed=self.speed).with_loss_in_output(graph)
 
     def _interpolated(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:
         captured = self.captured(count)
@@ -418,7 +448,7 @@ class Examples:
             return Measured(graph, interpolate_profile(graph, share, *profiles))
         except PlanError:
             # The model takes another path for this size, so its nodes differ.
-            return Measured(graph, measure(captured, loss_fn=self.loss_fn, speed=self.speed))
+            return Measured(graph, self._profile(captured, graph, count))
 
     def _with_profile(self, counts: Sequence[int], profile: Profile) -> dict[int, Measured]:
         if not isinstance(profile, Profile):

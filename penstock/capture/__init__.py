@@ -62,6 +62,7 @@ from penstock.capture.vocabulary import (
     sharded_head,
     unsharded_granularity,
     whole_parameters,
+    with_loss,
 )
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "uncompiled",
     "unsharded_granularity",
     "whole_parameters",
+    "with_loss",
     "without_cache",
     "without_user_hooks",
 ]

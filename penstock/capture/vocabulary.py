@@ -24,11 +24,10 @@ from torch.autograd.function import once_differentiable
 
 from penstock.capture.granularity import Granularity
 from penstock.errors import CaptureError
-from penstock.ir import Graph, transform
+from penstock.ir import Graph, leaves, transform
 
-_TARGET = "target"
 _SHARDS = "shards"
-Step = tuple[str, Any]
+Operation = tuple[str, Any]
 """an elementwise operation on logits: the name of a method of Tensor, and its argument"""
 
 
@@ -102,7 +101,7 @@ class VocabularyShard(nn.Module):
         self,
         hidden: Tensor,
         target: Tensor,
-        steps: tuple[Step, ...],
+        operations: tuple[Operation, ...],
         ignore_index: int,
         weight: Tensor | None,
         sums: bool,
@@ -114,7 +113,7 @@ class VocabularyShard(nn.Module):
         if self.start == 0:
             self._check_targets(target, ignore_index)
         logits = F.linear(hidden, self.weight, self.bias)
-        for name, argument in steps:
+        for name, argument in operations:
             logits = getattr(logits, name)(*(() if argument is None else (argument,)))
         if not logits.is_meta and torch.is_autocast_enabled(logits.device.type):
             # As torch does for cross_entropy.
@@ -205,8 +204,8 @@ class ShardedLogits:
     That is views and slices of rows, casts, multiplication and division by numbers, tanh, and `cross_entropy`.
     """
 
-    def __init__(self, head: VocabularyHead, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
-        self._head, self._hidden, self._steps = head, hidden, steps
+    def __init__(self, head: VocabularyHead, hidden: Tensor, operations: tuple[Operation, ...] = ()) -> None:
+        self._head, self._hidden, self._operations = head, hidden, operations
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -242,7 +241,7 @@ class ShardedLogits:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
-        casts = [argument for name, argument in self._steps if name == "to"]
+        casts = [argument for name, argument in self._operations if name == "to"]
         return casts[-1] if casts else self._hidden.dtype
 
     def size(self, dim: int | None = None) -> Any:
@@ -304,7 +303,7 @@ class ShardedLogits:
                 dtypes.append(value)
             elif not isinstance(value, torch.device | str) or torch.device(value) != self.device:
                 raise _unsupported("to")
-        return self._with(steps=tuple(("to", dtype) for dtype in dtypes))
+        return self._with(operations=tuple(("to", dtype) for dtype in dtypes))
 
     def float(self) -> Self:
         """As Tensor.float."""
@@ -316,7 +315,7 @@ class ShardedLogits:
 
     def tanh(self) -> Self:
         """As Tensor.tanh."""
-        return self._with(steps=(("tanh", None),))
+        return self._with(operations=(("tanh", None),))
 
     def mul(self, other: Any) -> Self:
         """As Tensor.mul, for numbers."""
@@ -332,11 +331,11 @@ class ShardedLogits:
     def _scaled(self, name: str, number: Any) -> Self:
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise _unsupported(f"{name} by anything but a number")
-        return self._with(steps=((name, number),))
+        return self._with(operations=((name, number),))
 
-    def _with(self, hidden: Tensor | None = None, steps: tuple[Step, ...] = ()) -> Self:
+    def _with(self, hidden: Tensor | None = None, operations: tuple[Operation, ...] = ()) -> Self:
         kind = type(self)
-        return kind(self._head, self._hidden if hidden is None else hidden, (*self._steps, *steps))
+        return kind(self._head, self._hidden if hidden is None else hidden, (*self._operations, *operations))
 
 
 def _unsupported(operation: str) -> CaptureError:
@@ -369,7 +368,7 @@ def cross_entropy(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     head, sums = logits._head, label_smoothing > 0.0
     parts = [
-        shard(logits._hidden, target, logits._steps, ignore_index, weight if sums else None, sums)
+        shard(logits._hidden, target, logits._operations, ignore_index, weight if sums else None, sums)
         for shard in head.shards
     ]
     loss: Tensor = head.combine(parts, target, ignore_index, weight, reduction, label_smoothing)
@@ -384,7 +383,7 @@ def shard_vocabulary(
 ) -> nn.Module:
     """A model that shares all modules with this one, with its output layer `head` split into shards.
 
-    With a `loss_fn` its forward takes the `target` too, and returns the loss. Outputs that are logits become None.
+    With a `loss_fn` it is a model `with_loss`; else outputs that are logits become None.
     """
     layer = model.get_submodule(head)
     is_changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
@@ -409,31 +408,51 @@ def shard_vocabulary(
         alike = [name for name, parameter in named if parameter is whole]
         # Another name comes first: under it the parameter is still part of the split model.
         names[attribute] = tuple(sorted(alike, key=lambda name: name.startswith(own)))
-    split = _shared_copy(model)
+    split = parent = _shared_copy(model)
     *around, last = head.split(".")
-    parent = split
     for word in around:
         parent._modules[word] = _shared_copy(parent._modules[word])  # type: ignore[arg-type]
         parent = parent._modules[word]  # type: ignore[assignment]
+    if "forward" in {*vars(split), *vars(parent)}:
+        raise CaptureError(
+            "an output layer can be split only if the forward of the model is that of its class",
+            model=type(model).__name__,
+            hint="vocabulary_shards=None, or a subclass with another forward",
+        )
     parent._modules[last] = VocabularyHead(layer, num_shards, names)
+    if loss_fn is not None:
+        return with_loss(split, loss_fn)
     forward = split.forward
 
-    def with_loss(*args: Any, **kwargs: Any) -> Any:
-        if loss_fn is not None:
-            target = kwargs.pop(_TARGET)
-            return loss_fn(forward(*args, **kwargs), target)
+    def without_logits(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves(output)):
+            raise CaptureError(
+                "a split output layer has no whole logits: the model must return a loss of them",
+                module=head,
+                hint="labels in the batch, loss_fn= and target= of penstock.plan, or vocabulary_shards=None",
+            )
         return transform(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
 
-    signature = inspect.signature(forward)
-    if loss_fn is not None:
-        extra = inspect.Parameter(_TARGET, inspect.Parameter.KEYWORD_ONLY)
-        parameters = list(signature.parameters.values())
-        at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
-        signature = signature.replace(parameters=[*parameters[:at], extra, *parameters[at:]])
-    with_loss.__signature__ = signature  # type: ignore[attr-defined]
-    vars(split)["forward"] = with_loss
+    without_logits.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    vars(split)["forward"] = without_logits
     return split
+
+
+def with_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> nn.Module:
+    """A model that shares all modules with this one, takes the `target` as well, and returns the loss."""
+    copied = _shared_copy(model)
+    forward, signature = copied.forward, inspect.signature(copied.forward)
+
+    def loss(*args: Any, target: Any, **kwargs: Any) -> Any:
+        return loss_fn(forward(*args, **kwargs), target)
+
+    *others, last = [*signature.parameters.values(), inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)]
+    # Arguments by any name come last.
+    at = len(others) - any(each.kind is each.VAR_KEYWORD for each in others)
+    loss.__signature__ = signature.replace(parameters=[*others[:at], last, *others[at:]])  # type: ignore[attr-defined]
+    vars(copied)["forward"] = loss
+    return copied
 
 
 def _shared_copy(module: nn.Module) -> nn.Module:

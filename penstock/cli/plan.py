@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
@@ -19,6 +19,7 @@ from penstock.errors import CaptureError, PartitionError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.api.train_loop import StepCall
     from penstock.ir import Cluster, DeviceSpeed, Plan, Schedule
 
 SCHEDULE_NAME = "schedule.csv"  # the name of the order in printed configurations
@@ -39,6 +40,13 @@ class PlanFlags:
     recompute: Annotated[
         str, Option(metavar="WHICH", help="Recompute activations: none, full, or auto (where memory requires it).")
     ] = "none"
+    vocabulary_shards: Annotated[
+        str | None,
+        Option(
+            metavar="K",
+            help='Split the output layer and its cross entropy into K shards, or "auto": one per rank if faster.',
+        ),
+    ] = None
     budget: Annotated[float, Option(metavar="SECONDS", help="How long to search.")] = 10.0
     depth: Depth = None
     block: Blocks = None
@@ -53,24 +61,30 @@ class PlanFlags:
         """The arguments of `penstock.plan`, besides `ranks`."""
         from penstock.partitioners import find
 
-        if not self.microbatches.isdecimal() and self.microbatches != "auto":
-            hint = "--microbatches 8"
-            raise PlanError("microbatches must be a whole number or auto", got=repr(self.microbatches), hint=hint)
+        shards = self.vocabulary_shards
         try:
             find(self.partitioner)
         except PartitionError as error:
             # As a PlanError it is wrong usage, with exit code 2, and is found before the model is built.
             raise PlanError(error.problem, hint=error.hint, **error.values) from None
         return {
-            "microbatches": "auto" if self.microbatches == "auto" else int(self.microbatches),
+            "microbatches": _number_or_auto("microbatches", self.microbatches),
             "schedule": self.schedule,
             "partitioner": self.partitioner,
             "stages_per_rank": self.stages_per_rank,
             "memory": self.memory,
             "recompute": self.recompute,
+            "vocabulary_shards": None if shards is None else _number_or_auto("vocabulary-shards", shards),
             "budget_seconds": self.budget,
             **self.granularity,
         }
+
+
+def _number_or_auto(option: str, value: str) -> int | str:
+    """The value of an option that is a number or "auto"."""
+    if not value.isdecimal() and value != "auto":
+        raise PlanError(f"{option} must be a whole number or auto", got=repr(value), hint=f"--{option} 8")
+    return value if value == "auto" else int(value)
 
 
 @dataclass(frozen=True)
@@ -189,15 +203,11 @@ class Machine:
         names = ("link", "across", "per_node", "bandwidth", "latency", "cores", "slowness")
         if any(getattr(self, name) != getattr(Machine, name) for name in names):
             raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
-        degree = self.tensor_parallel
-        if not degree.isdecimal() and degree != "auto":
-            hint = "--tensor-parallel 8"
-            raise PlanError("tensor-parallel must be a whole number or auto", got=repr(degree), hint=hint)
         return {
             "devices": self.devices,
             "device": self.device,
             "speed": speed if self.device is None else None,  # a preset has a speed of its own
-            "tensor_parallel": degree if degree == "auto" else int(degree),
+            "tensor_parallel": _number_or_auto("tensor-parallel", self.tensor_parallel),
         }
 
 
@@ -227,6 +237,13 @@ class StateFlags:
     def dtype(self) -> str | None:
         """The dtype that a model without weights is converted to."""
         return {"fp32": "float32", "fp16": "float16"}.get(self.precision, "bfloat16") if self.precision else None
+
+
+class LossExample(NamedTuple):
+    """The loss function of `penstock train`, and a batch with a target for it."""
+
+    function: "Callable[[Any, Any], Any]"
+    batch: "StepCall"
 
 
 @dataclass(frozen=True)
@@ -317,12 +334,13 @@ def make_plan(
     replicas: int = 1,
     device: Any = None,
     state: StateFlags = StateFlags(),
+    loss: LossExample | None = None,
 ) -> "Plan":
     """Build the model and search for its best plan.
 
     With `running`, the ranks are those of a running process group, which take the place of the machine. With
     `by_module`, the stages are whole modules, as that tool needs it. With `replicas`, each of them has its share of the
-    samples of the batch. With `device`, the model is measured there.
+    samples of the batch. With `device`, the model is measured there. With `loss`, the batch is that of the loss.
     """
     import penstock
     from penstock.api.plan import Examples
@@ -334,6 +352,9 @@ def make_plan(
             hint = "--devices 64 with an hf: model; other models have the samples of their own batch"
             raise PlanError("--global-batch must be given with --devices and an hf: model", hint=hint)
         example = replace(example, batch=machine.global_batch)
+    if by_module and options.vocabulary_shards is not None:
+        hint = "leave out --vocabulary-shards, or train with penstock"
+        raise PlanError(f"{by_module} cannot split the output layer over stages", hint=hint)
     arguments = options.arguments | {"optimizer": state.optimizer, "precision": state.precision}
     if running is None:
         arguments |= machine.arguments(options, replicas, emits=by_module is not None)
@@ -353,13 +374,18 @@ def make_plan(
             import torch
 
             model.to(getattr(torch, state.dtype))
+        batch_target = None
+        if loss is not None:
+            args, kwargs, batch_target = loss.batch
+            arguments["loss_fn"] = loss.function
         if replicas > 1:
-            shares = split_batch(model.forward, args, kwargs, None, replicas)
+            shares = split_batch(model.forward, args, kwargs, batch_target, replicas)
             if len(shares) < replicas:
                 sizes = {"samples": len(shares), "replicas": replicas}
                 hint = f"--replicas {len(shares)}, or a batch with more samples"
                 raise PlanError("the batch has fewer samples than replicas", hint=hint, **sizes)
-            args, kwargs = shares[0].args, shares[0].kwargs
+            args, kwargs, batch_target = shares[0].args, shares[0].kwargs, shares[0].target
+        arguments["target"] = batch_target
         if isinstance(microbatches, int) and microbatches > 1:
             samples = Examples(model, args, kwargs).num_samples(microbatches)
             if samples < microbatches:

@@ -28,7 +28,7 @@ from penstock.cli.train_log import (
     write_run,
 )
 from penstock.cli.train_options import CheckpointFlags, TrainFlags
-from penstock.cli.training_job import Job, autocast, check_job, job_mesh, run_rank
+from penstock.cli.training_job import Job, autocast, check_job, job_mesh, loss_example, run_rank
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -233,8 +233,10 @@ class PlanChoice:
 
     def _is_wanted(self, saved: "SavedPlan") -> bool:
         """Whether a saved plan was made with the present options, or no option but --ranks is given."""
+        # Options that did not exist when it was saved had their defaults.
+        given = asdict(PlanFlags()) | saved.options if isinstance(saved.options, dict) else None
         return self._file is None and (
-            saved.options == asdict(self._options) or self._options == PlanFlags(self._options.ranks)
+            given == asdict(self._options) or self._options == PlanFlags(self._options.ranks)
         )
 
     def _same_microbatches(self, plan: "Plan") -> PlanFlags:
@@ -246,7 +248,8 @@ class PlanChoice:
     def _search(self, options: PlanFlags, running: "Cluster | None" = None, device: Any = None) -> "Plan":
         """The best plan, for the running ranks or else for local processes."""
         replicas = self._job.flags.replicas
-        with autocast(self._job):
+        device = device or self._job.flags.device
+        with autocast(self._job), loss_example(self._job, device) as loss:
             return make_plan(
                 self._job.model,
                 options,
@@ -254,6 +257,7 @@ class PlanChoice:
                 machine=Machine() if replicas == 1 else Machine.here(options.ranks, replicas),
                 running=running,
                 replicas=replicas,
-                device=device or self._job.flags.device,
+                device=device,
                 state=StateFlags.of_training(self._job.flags.optimizer),
+                loss=loss,
             )

@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from inspect import signature
@@ -16,7 +16,7 @@ from uuid import uuid4
 from penstock.api.train_options import TrainOptions
 from penstock.cli.models import build_model, on_device
 from penstock.cli.options import Example
-from penstock.cli.plan import PlanFlags
+from penstock.cli.plan import LossExample, PlanFlags
 from penstock.cli.train_log import STEPS, TrainLog
 from penstock.cli.train_options import DEVICES, CheckpointFlags, TrainFlags
 from penstock.cli.user_code import UserFunction, user_errors, user_function
@@ -94,6 +94,23 @@ def autocast(job: Job) -> "AbstractContextManager[Any]":
 
     kind = job.flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return train_loop.autocast(job.options.precision, kind)
+
+
+@contextmanager
+def loss_example(job: Job, device: Any = None) -> "Iterator[LossExample | None]":
+    """The loss function and the first batch of a job that splits its output layer, for its plan; None for others."""
+    from penstock.api.train_loop import step_call
+
+    if job.flags.loss is None or job.plan_options.vocabulary_shards is None:
+        yield None
+        return
+    with _loss_function(job.flags.loss) as function, user_function(job.flags.data, _DATA_BODY) as data:
+        assert function is not None
+        with redirect_stdout(sys.stderr):
+            batch = next(_batches_from(data, 0, device), None)
+        if batch is None:
+            raise PenstockError("the data function must return batches", function=data.name, hint=_DATA_BODY)
+        yield LossExample(function, step_call(batch, has_loss_fn=True))
 
 
 def run_rank(job: Job, plan: "Plan") -> str:

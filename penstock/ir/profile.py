@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from penstock.errors import GraphError
@@ -159,6 +159,43 @@ class Profile:
                 graph=graph.fingerprint[:12],
                 hint="measure this graph",
             )
+
+    def with_loss_in_output(self, graph: Graph) -> "Profile":
+        """The profile of a graph, if this is one of the same graph with a loss added to it.
+
+        The costs of the nodes of the loss are added to those of the last node that makes an output.
+        """
+        known = {node.name for node in graph.nodes}
+        values = {value.name for value in (*graph.inputs, *(value for node in graph.nodes for value in node.makes))}
+        sizes, of_loss = dict(self.held), [cost for cost in self.costs if cost.node not in known]
+        last = next(
+            node.name for node in reversed(graph.nodes) if any(value.name in graph.outputs for value in node.makes)
+        )
+        total = self[last]
+        saved = [name for cost in (total, *of_loss) for name in cost.saved.values]
+        # Values of the loss itself are not in the graph: they are bytes that no other node shares.
+        own = sum(cost.saved.own for cost in (total, *of_loss)) + sum(
+            sizes[name] for name in dict.fromkeys(saved) if name not in values
+        )
+        total = replace(
+            total,
+            forward=total.forward + math.fsum(cost.forward for cost in of_loss),
+            backward=total.backward + math.fsum(cost.backward for cost in of_loss),
+            # A loss has no weights.
+            input_grad=total.input_grad + math.fsum(cost.input_grad + cost.weight_grad for cost in of_loss),
+            memory=replace(
+                total.memory,
+                kept=total.memory.kept + sum(cost.memory.kept for cost in of_loss),
+                peak=max(cost.memory.peak for cost in (total, *of_loss)),
+            ),
+            saved=replace(total.saved, own=own, values=tuple(dict.fromkeys(name for name in saved if name in values))),
+        )
+        return replace(
+            self,
+            costs=tuple(total if node.name == last else self[node.name] for node in graph.nodes),
+            fingerprint=graph.fingerprint,
+            held=tuple((name, size) for name, size in self.held if name in values),
+        )
 
     @cached_property
     def _cost_of(self) -> dict[str, NodeCost]:

@@ -25,6 +25,18 @@ def build():
 
 def misfit():
     return nn.Linear(4, 4), torch.ones(8, 5)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
+
+    def forward(self, words, labels):
+        return nn.functional.cross_entropy(self.head(self.embedding(words)).flatten(0, 1), labels.flatten())
+
+def words():
+    words = torch.zeros(8, 3, dtype=torch.long)
+    return Words(), (words, words)
 """
 QUICK = ("--ranks", "2", "--budget", "0.1")
 
@@ -55,6 +67,21 @@ def test_reasons_are_printed_for_programs(call) -> None:
     assert found["options"]["schedule"] == "1f1b"
     assert found["lower_bound_seconds"] > 0
     assert found["reasons"]
+
+
+def test_the_output_layer_is_split(call, tmp_path: Path) -> None:
+    words = ("plan", "model.py:words", *QUICK, "--microbatches", "4", "--vocabulary-shards")
+    shown = call(*words, "3", "--out", "plan.json")
+    assert "The output layer head is split into 3 shards." in shown.stdout
+    assert Plan.load(tmp_path / "plan.json").partition.stage_of("head.shards.2") >= 0
+    assert "matches the unsplit model" in call("check", "plan.json", "--model", "model.py:words").stdout
+    for value, text in (("two", "must be a whole number or auto (got: 'two')"), ("1", "2 or more (got: 1)")):
+        refused = call(*words, value)
+        assert refused.exit_code == 2
+        assert text in refused.stderr
+    refused = call(*words, "2", "--emit", "megatron")
+    assert refused.exit_code == 2
+    assert "megatron cannot split the output layer over stages" in refused.stderr
 
 
 def test_a_model_is_planned_to_be_explained(call) -> None:

@@ -137,6 +137,14 @@ def test_loss_and_optimizer_may_be_functions_of_the_user(call, tmp_path: Path) -
     assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
 
 
+def test_a_split_output_layer_is_planned_with_the_loss_and_the_first_batch(call, tmp_path: Path) -> None:
+    result = call(*GOOD, "--vocabulary-shards", "2", "--clip", "0.5", "--steps", "2", "--out", "run")
+    assert result.exit_code == 0, result.output
+    run = Run.load(tmp_path / "run" / "run.json")
+    assert {node.name for node in run.plan.graph.nodes} >= {"3.shards.0", "3.shards.1", "3.combine"}
+    assert run.losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
 @pytest.mark.parametrize(("arguments", "code", "text"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_message(call, arguments: tuple[str, ...], code: int, text: str) -> None:
     result = call(*arguments)

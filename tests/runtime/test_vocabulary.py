@@ -11,11 +11,15 @@ from torch.nn import functional
 import penstock
 from penstock.capture import shard_vocabulary
 from penstock.errors import CaptureError, PlanError, RunError
+from penstock.ir import DeviceSpeed
 from tests.parity import Execution, Values, assert_close
+from tests.process_pool import Pools
+from tests.runtime.test_replicas import mesh, share
 from tests.small_models import VOCABULARY, WIDTH, seeded, tokens
 
 STEPS = 5
 RANKS = 2
+QUICK: dict[str, Any] = {"ranks": RANKS, "microbatches": 3, "budget_seconds": 0.1}
 
 
 class Words(nn.Module):
@@ -75,12 +79,14 @@ def planned(is_tied: bool, shards: int | None = 3) -> penstock.Plan:
     )
 
 
-def trained(pipe: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+def trained(
+    pipe: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS, given: tuple[Tensor, ...] = batch()
+) -> list[tuple[Tensor, Tensor]]:
     """Losses and gradient norms of some steps."""
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = pipe.step(*batch()).loss
+        loss = pipe.step(*given).loss
         found.append((loss, pipe.clip_grad_norm_(0.1)))
         optimizer.step()
     return found
@@ -129,12 +135,32 @@ def test_a_split_output_layer_trains_like_the_whole_one(execution: Execution, is
     assert_close(resumed, {name: value for name, value in expected.items() if name in resumed})
 
 
+def replicated(plan: penstock.Plan, is_tied: bool) -> Values:
+    """Losses, norms and parameters of one rank of two replicas, which have four and two samples of a batch."""
+    pipe = penstock.Pipeline(seeded(Words(is_tied)), plan, mesh=mesh())
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+    results = trained(pipe, optimizer, STEPS, tuple(share(tensor, (4, 2)) for tensor in batch()))
+    values = {f"state {name}": value for name, value in pipe.full_state_dict(everywhere=True).items()}
+    for step, (loss, norm) in enumerate(results):
+        values |= {f"loss {step}": loss, f"norm {step}": norm}
+    return values
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_replicas_train_like_the_whole_model(pools: Pools, is_tied: bool) -> None:
+    expected = unsplit(is_tied)
+    for values in pools[4].run(replicated, planned(is_tied), is_tied):
+        assert_close(values, expected)
+
+
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_a_checkpoint_has_the_original_names_for_any_plan(is_tied: bool, tmp_path: Path) -> None:
     expected = unsplit(is_tied)
     split(planned(is_tied), is_tied, tmp_path / "sharded", "local")
     split(planned(is_tied, None), is_tied, tmp_path / "whole", "local")
-    for written, plan in (("sharded", planned(is_tied, None)), ("whole", planned(is_tied))):
+    other = penstock.plan(seeded(Words(is_tied)), batch(), vocabulary_shards=5, **QUICK)
+    for written, plan in (("sharded", planned(is_tied, None)), ("sharded", other), ("whole", planned(is_tied))):
         pipe = penstock.Pipeline(seeded(Words(is_tied)), plan, local=True)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
         pipe.load(tmp_path / written, optimizer)
@@ -168,7 +194,75 @@ def test_auto_splits_only_where_that_is_faster() -> None:
     plan = penstock.plan(model, batch(), ranks=1, microbatches=2, vocabulary_shards="auto", budget_seconds=0.1)
     assert "one rank only" in plan.search.reasons[-1]
     with pytest.raises(PlanError, match="vocabulary_shards must be a whole number"):
-        penstock.plan(model, batch(), ranks=2, microbatches=2, vocabulary_shards=1)
+        penstock.plan(model, batch(), vocabulary_shards=1, **QUICK)
+
+
+def test_a_loss_fn_counts_in_the_plan_with_the_whole_output_layer_too() -> None:
+    words, labels = batch()
+
+    def costly(logits: Tensor, labels: Tensor) -> Tensor:
+        for _ in range(8):
+            logits = logits.mul(1.0)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    given = {"loss_fn": costly, "target": labels, "speed": DeviceSpeed(1e15, 1e9), "schedule": "1f1b"}
+    plans = {
+        shards: penstock.plan(seeded(Words(False)), (words,), vocabulary_shards=shards, **QUICK, **given)
+        for shards in (None, "auto")
+    }
+    whole, chosen = (plans[shards].predicted.makespan for shards in (None, "auto"))
+    assert "is split into 2 shards" in plans["auto"].search.reasons[-1]
+    assert whole > chosen
+    without = penstock.plan(seeded(Words(False)), (words,), **QUICK, **given | {"target": None})
+    assert whole > without.predicted.makespan
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_mixed_precision_and_recomputation_are_exact_to_rounding(recompute: str) -> None:
+    model = seeded(Words(True)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = penstock.plan(model, batch(), vocabulary_shards=3, recompute=recompute, **QUICK)
+        report = penstock.check(model, plan, batch())
+    assert report.ok, report
+
+
+def test_a_microbatch_may_have_no_label_that_counts() -> None:
+    words, labels = batch()
+    labels[:2] = -100
+    report = penstock.check(seeded(Words(True)), planned(True), (words, labels))
+    assert report.ok, report
+    assert report.whole is not None
+
+
+def test_outputs_have_none_in_place_of_logits() -> None:
+    pipe = penstock.Pipeline(seeded(Words(False)), planned(False), local=True)
+    result = pipe.evaluate(*batch(), return_outputs=True)
+    assert result.outputs[1] is None
+    assert_close({"loss": result.loss}, {"loss": seeded(Words(False))(*batch())[0].detach()})
+
+
+def test_calls_that_need_logits_are_refused() -> None:
+    words, labels = batch()
+    with pytest.raises(CaptureError, match="has no whole logits"):
+        penstock.plan(seeded(Words(False)), (words,), vocabulary_shards=2, **QUICK)
+    with pytest.raises(CaptureError, match="has no whole logits"):
+        penstock.Pipeline(seeded(Words(False)), planned(False), local=True).evaluate(words)
+    given = {"loss_fn": smoothed, "target": labels.clamp(min=0)}
+    plan = penstock.plan(seeded(Words(False)), (words,), vocabulary_shards=2, **QUICK, **given)
+    pipe = penstock.Pipeline(seeded(Words(False)), plan, loss_fn=smoothed, local=True)
+    with pytest.raises(RunError, match="has no whole logits"):
+        pipe.step(words, target=given["target"], return_outputs=True)
+    with pytest.raises(RunError, match="needs a target"):
+        pipe.evaluate(words)
+    with pytest.raises(RunError, match="does not combine with a loss_fn"):
+        pipe.forward(words)
+
+
+def test_a_forward_that_was_replaced_is_refused() -> None:
+    model = seeded(Words(False))
+    model.forward = model.forward
+    with pytest.raises(CaptureError, match="forward of the model is that of its class"):
+        penstock.plan(model, batch(), vocabulary_shards=2, **QUICK)
 
 
 @pytest.mark.parametrize("use", [lambda logits: logits.softmax(-1), lambda logits: logits[..., :3], torch.argmax])
