@@ -251,11 +251,11 @@ def _plan_sharded(examples: "Examples", options: PlanOptions, shards: int | str,
             return _explained(without, asked, "The output layer is whole: there is one rank only.")
         options, start = half, time.monotonic()
     num_microbatches = _microbatch_counts(options, examples)[0]
-    head = find_head(examples.captured(num_microbatches).graph)
+    head = examples.output_layer(num_microbatches)
     while next(examples.model.get_submodule(head).children(), None) is not None:
         opened = examples.granularity.opened | {head}
         examples = replace(examples, granularity=replace(examples.granularity, opened=opened))
-        head = find_head(examples.captured(num_microbatches).graph)
+        head = examples.output_layer(num_microbatches)
     model = shard_vocabulary(examples.model, head, count, examples.loss_fn)
     sharded = replace(examples.of_loss(model), granularity=sharded_granularity(model, examples.granularity))
     found = _plan_examples(sharded, options, None, start)
@@ -474,6 +474,11 @@ class Examples:
         except CaptureError as error:
             raise explain_failure(error, self.model.forward, microbatches) from error.__cause__
         return captured
+
+    def output_layer(self, count: int) -> str:
+        """The module that makes the logits, or contains their layer."""
+        measured = measured_model(self.captured(count), self.loss_fn is not None)
+        return find_head(measured.graph, measured.roots)
 
     def _graph(self, captured: Captured) -> Graph:
         """The graph of a microbatch, with gradients for the loss or, with a loss function, for all outputs."""

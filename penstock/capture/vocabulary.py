@@ -523,13 +523,14 @@ def unsharded_granularity(graph: Graph) -> Granularity:
     return replace(granularity, basic_blocks=blocks, opened=granularity.opened - {head})
 
 
-def find_head(graph: Graph) -> str:
-    """The block that makes the logits: the one with weights between whose result and the outputs there are no others.
+def find_head(graph: Graph, roots: Sequence[str]) -> str:
+    """The block that makes the logits: the one with weights between whose result and the roots there are no others.
 
-    It is the output layer, or a block that contains it and must be opened. Raises a CaptureError if there are several.
+    Roots are the loss, or the outputs that a loss function takes. The block is the output layer, or contains it and
+    must be opened. Raises a CaptureError if there are several.
     """
     found = dict[str, None]()
-    values, seen = list(graph.outputs), set[str]()
+    values, seen = list(roots), set[str]()
     while values:
         node = graph.makers.get(values.pop())
         if node is None or node.name in seen:
@@ -541,7 +542,7 @@ def find_head(graph: Graph) -> str:
             values += node.reads
     if len(found) != 1:
         raise CaptureError(
-            "an output layer can be split only if all outputs of the model are computed from its result",
+            "an output layer can be split only if the loss is computed from its result alone",
             layers=", ".join(found) or "none",
             hint="vocabulary_shards=None",
         )

@@ -250,8 +250,12 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
     ranks, given = sorted({rank for _, rank in totals[0]}), _PIPELINE_SIZE.search(text)
     num_stages = int(given[1]) if given else len(ranks)
     if not num_stages or len(ranks) % num_stages:
-        sizes = {"ranks": len(ranks), "pipeline_model_parallel_size": num_stages}
-        raise FormatError("the log must have the timers of all ranks", file=path, **sizes)
+        raise FormatError(
+            "the log must have the timers of all ranks",
+            file=path,
+            ranks=len(ranks),
+            pipeline_model_parallel_size=num_stages,
+        )
     # Megatron numbers ranks by stage. Those of one stage, which differ in tensor or data parallelism, are in pipelines
     # of their own.
     num_replicas = len(ranks) // num_stages

@@ -140,11 +140,12 @@ def what_if(recording: RecordedTraining, budget_seconds: float = 1.0) -> WhatIf:
     """Answers all questions about a recording; `budget_seconds` is the effort of synthesising an order."""
     schedule, outside = recording.steps[0].schedule, recording.outside
     mean = recording.mean_costs()
-    simulated = outside + _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
+    # The mean length of the recorded pipelines, and that of an ideal one.
+    now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
     ideal = recording.seconds(schedule, recording.equal_costs)
     cluster = Cluster(schedule.num_ranks, latency=recording.latency)
     problem = ScheduleProblem.of(mean, schedule.placement, schedule.num_microbatches, cluster)
-    found = [*_alternatives(recording, mean, simulated - outside, problem, budget_seconds)]
+    found = [*_alternatives(recording, mean, now, problem, budget_seconds)]
     return WhatIf(
         source=recording.source,
         stages=recording.num_stages,
@@ -152,13 +153,13 @@ def what_if(recording: RecordedTraining, budget_seconds: float = 1.0) -> WhatIf:
         microbatches=recording.num_microbatches,
         steps=len(recording.by_step),
         measured=recording.measured,
-        simulated=simulated,
+        simulated=outside + now,
         pipeline_error=fmean(map(abs, recording.errors)),
         outside=outside,
         ideal=outside + ideal,
         bound=outside + lower_bound(problem).seconds,
         bubble=_bubble(recording),
-        parts=(*_stage_parts(recording, ideal), *_replica_parts(recording, ideal)),
+        parts=(*_stage_parts(recording, ideal, now), *_replica_parts(recording, ideal, now)),
         alternatives=tuple(
             sorted((replace(each, seconds=each.seconds + outside) for each in found), key=lambda each: each.seconds)
         ),
@@ -208,10 +209,9 @@ def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts
     return replace(costs, **changed)
 
 
-def _stage_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
-    """The stages, the slowest first; `ideal` is the length of an ideal pipeline."""
+def _stage_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Part]:
+    """The stages, the slowest first; `ideal` and `now` are the lengths of an ideal and of the recorded pipelines."""
     equal, mean = recording.equal_costs, _work(recording.mean_costs())
-    now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
     parts = []
     for stage in range(recording.num_stages):
 
@@ -229,7 +229,7 @@ def _stage_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
     return sorted(parts, key=lambda part: -part.slowness)
 
 
-def _replica_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
+def _replica_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Part]:
     """The replicas, the slowest first; none if there is only one."""
     if len(recording.replicas) == 1:
         return []
@@ -237,7 +237,6 @@ def _replica_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
         replica: sum(_work(recording.mean_costs(each for each in recording.steps if each.replica == replica)))
         for replica in recording.replicas
     }
-    now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
     parts = []
     for replica in recording.replicas:
         own = [

@@ -258,6 +258,15 @@ def test_calls_that_need_logits_are_refused() -> None:
         pipe.forward(words)
 
 
+def test_outputs_besides_the_loss_may_come_from_other_layers() -> None:
+    class Encoding(Words):
+        def forward(self, words: Tensor, labels: Tensor | None = None) -> Any:
+            return super().forward(words, labels)[0], self.layers[0](self.embedding(words))
+
+    plan = penstock.plan(seeded(Encoding(False)), batch(), vocabulary_shards=2, **QUICK)
+    assert plan.partition.stage_of("head.shards.1") >= 0
+
+
 def test_a_forward_that_was_replaced_is_refused() -> None:
     model = seeded(Words(False))
     model.forward = model.forward
