@@ -1,6 +1,7 @@
 """Runs the named benchmarks, or what README's table "Measured" shows, and fails if a line misses its target.
 
 `python -m benchmarks [--write] [NAME ...]`; with `--write` the results are stored in `benchmarks/results.json`.
+`python -m benchmarks runtime_sleep --table "80 ms"` runs only the tables with this text in their titles.
 """
 
 import argparse
@@ -75,7 +76,10 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of: {', '.join(SCRIPTS)}")
     parser.add_argument("--write", action="store_true", help=f"store the results in benchmarks/{results.PATH.name}")
+    parser.add_argument("--table", default="", metavar="TEXT", help="only the tables whose titles contain TEXT")
     options = parser.parse_args(args)
+    if options.write and options.table:
+        parser.error("--write stores whole benchmarks and does not combine with --table")
     names = options.names or dict.fromkeys(row.benchmark for row in results.ROWS)
     if unknown := [name for name in names if name not in SCRIPTS]:
         print(f"unknown benchmark (name: {unknown[0]})\ntry: {', '.join(SCRIPTS)}", file=sys.stderr)
@@ -85,7 +89,7 @@ def main(args: list[str]) -> int:
         began = time.perf_counter()
         # A table is measured when it is shown.
         chosen = [table for table in SCRIPTS[name]() if options.names or results.is_in_readme(name, table)]
-        tables = tuple(table.show() for table in chosen)
+        tables = tuple(table.show() for table in chosen if options.table in table.title)
         seconds = time.perf_counter() - began
         runs[name] = results.Run(f"{datetime.now(UTC):%Y-%m-%d}", results.machine(), seconds, tables)
         if options.write:
@@ -95,6 +99,9 @@ def main(args: list[str]) -> int:
         print('\nREADME, "Measured"')
     for what, result, target, verdict, _ in rows:
         print(f"  {verdict}  {what}: {result} (target {target})")
+    if not any(run.tables for run in runs.values()):
+        print(f"no table of {', '.join(names)} has {options.table!r} in its title", file=sys.stderr)
+        return 2
     failures = [f"{name}: {failure}" for name, run in runs.items() for failure in run.failures]
     print("\nfailed:" if failures else "\nall targets are met", *failures, sep="\n  ")
     return 1 if failures else 0

@@ -4,7 +4,8 @@ Passes sleep, so that more ranks than cores overlap. Both runtimes drive the sam
 penstock runs twice: with messages in shared memory, and over gloo, as torch does. The same passes also run alone on
 every rank, without any message: what they take then no runtime can save. So CPU times are compared beyond theirs, and
 very short passes are simulated as long as they were alone. Where a bare loop over isend and irecv knows the schedule,
-it runs as well: it shows what of the CPU time over gloo is that of the messages.
+it runs as well: it shows what of the CPU time over gloo is that of the messages. Steps of many seconds are measured for
+their length only, as their CPU time per pass is that of the shorter ones.
 """
 
 import os
@@ -18,14 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from benchmarks.bare import BareLoop
-from benchmarks.interleaved import Step, Turn, joined, load, take_turns
-from benchmarks.sleeping import SIZE, SleepingBlock, costs
+from benchmarks.interleaved import Runs, Step, Turn, joined, load, take_turns
+from benchmarks.sleeping import SIZE, SleepingBlock, costs, without_sleep
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
 _SHARES = {"penstock": 0.5, "gloo": 0.9}
 """CPU time beyond that of the passes, against torch's"""
+_WARM_UP = 3
+"""steps before those that are measured; in the first few the runtime decides and checks more"""
 _OVER_BARE = 1.25
 """CPU time over gloo, against that of a loop that checks nothing"""
 
@@ -43,6 +46,8 @@ class Setting(NamedTuple):
     limit: float
     times: int = 5
     is_as_alone: bool = False
+    has_cpu: bool = True
+    """whether CPU time is measured as well, which takes steps over gloo, of the bare loop and of passes alone"""
 
 
 class Found(NamedTuple):
@@ -75,7 +80,7 @@ class Found(NamedTuple):
         return min(step.cpu for step in self.steps[who]) / sum(map(len, self.schedule.orders))
 
 
-LARGE, SMALL = Setting(8, 16, 0.080, 1.01, times=2), Setting(4, 16, 0.020, 1.02)
+LARGE, SMALL = Setting(8, 16, 0.080, 1.01, times=2, has_cpu=False), Setting(4, 16, 0.020, 1.02)
 TINY = Setting(4, 16, 0.002, 1.15, is_as_alone=True)
 
 
@@ -91,11 +96,13 @@ def sleeping(setting: Setting, names: tuple[str, ...] = SCHEDULES) -> Table:
         for name in names:
             found = measured(name, setting)
             yield from _seconds(name, found, setting)
-            yield from _cpu(name, found)
+            if setting.has_cpu:
+                yield from _cpu(name, found)
 
     columns = ("schedule", "simulated", "ours", "torch", "load", "against", "ratio")
     title = f"sleeping stages, {setting.ranks} ranks, {setting.microbatches} microbatches, {setting.unit * 1e3:g} ms"
-    return Table(f"{title}; least of {setting.times} steps, and CPU time per pass beyond sleeping", columns, lines())
+    what = ", and CPU time per pass beyond sleeping" if setting.has_cpu else ""
+    return Table(f"{title}; least of {setting.times} steps{what}", columns, lines())
 
 
 def _seconds(name: str, found: Found, setting: Setting) -> Iterator[Line]:
@@ -130,7 +137,7 @@ def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Tab
             yield _line((name, f"{plain:.4f}", f"{recorded:.4f}", load()), recorded / plain, 1.01)
 
     columns = ("schedule", "plain", "recorded", "load", "ratio")
-    return Table(f"record=True, seconds per step; least of {2 * setting.times} steps", columns, lines())
+    return Table(f"record=True, seconds per step; least of {setting.times} steps", columns, lines())
 
 
 def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = None) -> Found:
@@ -152,23 +159,30 @@ def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = N
 def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting) -> dict[str, list[Turn]]:
     batch, rank = _batch(setting), torch.distributed.get_rank()
     ours = penstock.Pipeline(model, plan, loss_fn=_loss)
-    # A group of its own: pipelines of one group synchronise in the same way.
-    mesh = DeviceMesh.from_group(torch.distributed.new_group(), "cpu", mesh_dim_names=("pp",))
-    with mock.patch.dict(os.environ, PENSTOCK_WATCH="0"):  # one thread watches for both
-        options = penstock.RunOptions(transport="distributed")
-        gloo = penstock.Pipeline(model, plan, loss_fn=_loss, mesh=mesh, options=options)
     parts = {stage: model[stage] for stage in plan.schedule.placement.stages[rank]}
     theirs = TorchPipeline.in_order(name, plan.schedule, parts, _loss)
     runs: dict[str, Callable[[], object]] = {
         "penstock": lambda: ours.step(batch, target=batch),
-        "gloo": lambda: gloo.step(batch, target=batch),
         "torch": lambda: theirs.step(batch, target=batch),
-        "alone": lambda: _alone(parts, batch),
     }
-    if BareLoop.can_run(plan.schedule):
-        bare = BareLoop(plan.schedule, model[rank], _loss)
-        runs["bare"] = lambda: bare.step(batch)
-    return take_turns(runs, setting.times)
+    if setting.has_cpu:
+        # A group of its own: pipelines of one group synchronise in the same way.
+        mesh = DeviceMesh.from_group(torch.distributed.new_group(), "cpu", mesh_dim_names=("pp",))
+        with mock.patch.dict(os.environ, PENSTOCK_WATCH="0"):  # one thread watches for both
+            options = penstock.RunOptions(transport="distributed")
+            gloo = penstock.Pipeline(model, plan, loss_fn=_loss, mesh=mesh, options=options)
+        runs["gloo"] = lambda: gloo.step(batch, target=batch)
+        runs["alone"] = lambda: _alone(parts, batch)
+        if BareLoop.can_run(plan.schedule):
+            bare = BareLoop(plan.schedule, model[rank], _loss)
+            runs["bare"] = lambda: bare.step(batch)
+    return _measured_turns(runs, setting.times)
+
+
+def _measured_turns(runs: Runs, times: int) -> dict[str, list[Turn]]:
+    with without_sleep():
+        take_turns(runs, 0, _WARM_UP)
+    return take_turns(runs, times, warm_up=0)
 
 
 def _alone(parts: dict[int, nn.Module], batch: Tensor) -> None:
@@ -187,7 +201,7 @@ def _with_and_without_record(
         "penstock": lambda: ours.step(batch, target=batch),
         "recorded": lambda: ours.step(batch, target=batch, record=True),
     }
-    return take_turns(runs, 2 * setting.times)
+    return _measured_turns(runs, setting.times)
 
 
 def _batch(setting: Setting) -> Tensor:
