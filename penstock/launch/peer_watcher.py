@@ -75,26 +75,26 @@ class PeerWatcher:
     def failed_peer(self, check_processes: Sequence[int] | None = None) -> str:
         """Describe a peer that failed or died, empty if there is none.
 
-        Whether a process is alive is checked for all peers, or only for those in `check_processes`.
+        Whether a process is alive is checked for all peers, or only for those in `check_processes` that have recorded
+        nothing since they were last checked.
         """
-        for rank in self._peers:
-            reader = self._readers.get(rank) or StatusReader.of(self._status.directory, rank)
-            if reader is None:
-                continue
-            self._readers[rank] = reader
+        if len(self._readers) < len(self._peers):
+            found = {rank: StatusReader.of(self._status.directory, rank) for rank in self._peers}
+            self._readers = {rank: reader for rank, reader in found.items() if reader is not None}
+        for rank, reader in self._readers.items():
             if reader.failure:
                 return f"rank {rank} failed: {summary_of(reader.failure)}"
+            is_checked = check_processes is None or (rank in check_processes and not reader.has_changed())
             # Between steps a rank may exit normally: its script can end a little before ours.
-            is_gone = (check_processes is None or rank in check_processes) and reader.process == GONE
-            if is_gone and reader.status().state in BUSY:
+            if is_checked and reader.process == GONE and reader.status().state in BUSY:
                 return status_line(reader.status(), time.monotonic())
         return ""
 
     def finished_peer(self) -> str:
         """Describe a peer that finished although this rank still waits for it, empty if there is none."""
-        now = self._status.now
-        if now.state not in (WAITING, SYNCING) or time.monotonic() - now.since < _IN_FLIGHT_SECONDS:
+        if self._status.waiting_seconds < _IN_FLIGHT_SECONDS:
             return ""
+        now = self._status.now
         awaited = self._peers if now.state == SYNCING else (now.peer,)
         ended = [rank for rank in awaited if rank is not None and self._read(rank).state == ENDED]
         point = now.sync_point if now.state == SYNCING else f"{now.action} of step {now.step}"
@@ -174,7 +174,9 @@ class PeerWatcher:
         """The loop of the watching thread."""
         # When a failed peer was first seen, and how often the peers were looked at.
         since, polls = None, 0
-        while not self._stopped.wait(_POLL_SECONDS):
+        while not self._stopped.is_set():
+            # Cheaper than to wait for the event with a timeout, and a thread that ends a little later does no harm.
+            time.sleep(_POLL_SECONDS)
             polls += 1
             checked: Sequence[int] | None = None
             if since is None:

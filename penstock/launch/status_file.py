@@ -264,6 +264,13 @@ class StatusFile:
         return _failure(self._content)
 
     @property
+    def waiting_seconds(self) -> float:
+        """How long this rank has waited for a message or for all others, 0 if it is doing something else."""
+        offset = _RING + (self._number & _MASK) * _LENGTH
+        _, nanoseconds, _, _, state, _, _ = _ENTRY.unpack_from(self._content, offset)
+        return (_clock() - nanoseconds) / 1e9 if state in (_WAITING, _SYNCING) else 0.0
+
+    @property
     def now(self) -> StatusEntry:
         """The last entry."""
         return _entry(_ENTRY.unpack_from(self._content, _RING + (self._number & _MASK) * _LENGTH))
@@ -279,6 +286,7 @@ class StatusReader:
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
         _, self.rank, self.ranks, *_ = _HEADER.unpack_from(content)
+        self._last_entries = content[_RING:_TEXT]
 
     @classmethod
     def open(cls, path: Path) -> "StatusReader | None":
@@ -305,6 +313,11 @@ class StatusReader:
     def failure(self) -> str:
         """The stored failure; empty if there is none."""
         return _failure(self._content)
+
+    def has_changed(self) -> bool:
+        """Whether the rank has recorded anything since the last call: a sign of life that costs no system call."""
+        before, self._last_entries = self._last_entries, self._content[_RING:_TEXT]
+        return self._last_entries != before
 
     def status(self) -> RankStatus:
         """Everything in the file."""
