@@ -51,19 +51,47 @@ class Microbatch:
 
     def take(self, start: int, length: int) -> "Microbatch":
         """The part of the microbatch with `length` samples, beginning with sample `start`."""
+        return self.parts([(start, length)])[0]
 
-        def part(value: Any, name: str, cut: Cut) -> Any:
-            if cut.dim is None:
-                return value[start : start + length]
-            if cut.offsets:
-                first = cut.offsets[start]
-                return value.narrow(cut.dim, first, cut.offsets[start + length] - first)
-            return value.narrow(cut.dim, start * cut.rows, length * cut.rows)
+    def parts(self, ranges: Sequence[tuple[int, int]]) -> tuple["Microbatch", ...]:
+        """Several parts of the microbatch, each given by its first sample and the number of its samples."""
 
-        taken, cuts = self.map_cuts(part, length), self.cuts
-        if any(cut.offsets for cut in cuts.values()):
-            return replace(taken, cuts={name: cut.within(start, length) for name, cut in cuts.items()})
-        return taken
+        def parts(value: Any, name: str) -> Sequence[Any]:
+            cut = self.cuts.get(name)
+            if cut is None:
+                taken = take_apart(value)
+                if taken is None:
+                    return [value] * len(ranges)
+                columns = [parts(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
+                return [put_together(taken.kind, taken.keys, [column[i] for column in columns]) for i in indices]
+            dim, rows, offsets = cut.dim, cut.rows, cut.offsets
+            if dim is None:
+                kind = type(value)
+                return [put_together(kind, range(length), value[start : start + length]) for start, length in ranges]
+            if offsets:
+                ends = [(offsets[start], offsets[start + length]) for start, length in ranges]
+                return [value.narrow(dim, first, end - first) for first, end in ends]
+            return [value.narrow(dim, start * rows, length * rows) for start, length in ranges]
+
+        indices, cuts = range(len(ranges)), self.cuts
+        args = [parts(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
+        kwargs = [(name, parts(arg, name)) for name, arg in self.kwargs.items()]
+        # Without a target, a cut of this name is that of an argument of the forward.
+        targets = [None] * len(ranges) if self.target is None else parts(self.target, TARGET)
+        has_offsets = any([cut.offsets for cut in cuts.values()])
+        return tuple(
+            [
+                Microbatch(
+                    tuple([column[index] for column in args]),
+                    {name: column[index] for name, column in kwargs},
+                    targets[index],
+                    length,
+                    {name: cut.within(start, length) for name, cut in cuts.items()} if has_offsets else cuts,
+                    self.names,
+                )
+                for index, (start, length) in enumerate(ranges)
+            ]
+        )
 
     def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
         """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
@@ -172,8 +200,15 @@ def split_batch(
     for later batches of the same structure.
     """
     whole, sizes = whole_batch(forward, args, kwargs, target, num_microbatches, split, planned, known)
-    starts = accumulate(sizes, initial=0)
-    return tuple([whole.take(start, size) for start, size in zip(starts, sizes, strict=False)])
+    return whole.parts(list(zip(accumulate(sizes, initial=0), sizes, strict=False)))
+
+
+def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:
+    """Equal for microbatches of one batch that differ only in the values of their tensors."""
+    cuts = microbatches[0].cuts.values()
+    if any(cut.dim is None or cut.offsets for cut in cuts):
+        return list(range(len(microbatches)))
+    return [(each.size, each.columns and (each.columns.start, each.columns.stop)) for each in microbatches]
 
 
 def whole_batch(

@@ -164,24 +164,29 @@ class Captured:
         register_containers((args, kwargs))
         return self.recordings([(args, kwargs)], seed)[0][0]
 
-    def num_new(self, batches: Iterable[Batch], seed: int) -> int:
+    def num_new(self, batches: Sequence[Batch], seed: int) -> int:
         """The number of recordings that `recordings` would make, as far as signatures show."""
         fingerprint, new = self._fingerprint(), set()
-        for batch in self._named_batches(batches, seed):
+        for batch in self._named_batches(batches, seed, range(len(batches))):
             known = self._recordings.get((batch.signature, fingerprint), [])
             if not any(self._holds(recording, batch) for recording in known):
                 new.add(batch.signature)
         return len(new)
 
     def recordings(
-        self, batches: Sequence[Batch], seed: int | None = None, num_recorded: int = 0
+        self,
+        batches: Sequence[Batch],
+        seed: int | None = None,
+        num_recorded: int = 0,
+        kinds: Sequence[object] | None = None,
     ) -> list[tuple[Recording, Values]]:
         """The recording of each microbatch of a step, and its tensors by name; records the model if no recording holds.
 
-        The recordings hold for the random numbers of the step's seed; without one, for those of the example. Objects
-        in the batches that hold tensors must have been registered as containers, as `split_batch` does. The fingerprint
-        of the model is computed once. The model is recorded at least `num_recorded` times: its modules may communicate
-        with other processes that record it.
+        Batches of equal `kinds` differ only in the values of tensors; by default all kinds differ. The recordings hold
+        for the random numbers of the step's seed; without one, for those of the example. Objects in the batches that
+        hold tensors must have been registered as containers, as `split_batch` does. The fingerprint of the model is
+        computed once. The model is recorded at least `num_recorded` times: its modules may communicate with other
+        processes that record it.
         """
         seed = self.seed if seed is None else seed
         fingerprint = self._fingerprint()
@@ -192,7 +197,7 @@ class Captured:
         # its signature, nothing else is compared.
         last_signature: Any = None
         last_recording: Recording | None = None
-        for batch in self._named_batches(batches, seed):
+        for batch in self._named_batches(batches, seed, kinds or range(len(batches))):
             if last_recording is not None and batch.signature is last_signature:
                 results.append((last_recording, batch.inputs))
                 continue
@@ -216,33 +221,28 @@ class Captured:
             self.record_again(batches[0], seed, num_recorded)
         return results
 
-    def _named_batches(self, batches: Iterable[Batch], seed: int) -> Iterator[NamedBatch]:
-        """The microbatches of a step. Names and signatures are found once for microbatches that are called alike."""
+    def _named_batches(self, batches: Sequence[Batch], seed: int, kinds: Sequence[object]) -> Iterator[NamedBatch]:
+        """The microbatches of a step. Names and signatures are found once for microbatches of one kind."""
         parameters = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {})
-        known_names: dict[object, list[tuple[str, int]]] = {}
-        """by the form of a call whose arguments are different tensors: their names, and their positions in the call"""
-        last_specs, signature = None, None
-        for index, (args, kwargs) in enumerate(batches):
-            if kwargs.get("use_cache") is None:
+        last_kind, signature = object(), None
+        positions: list[tuple[str, int]] | None = None
+        """names and positions of the arguments of the last kind, if all of them are different tensors"""
+        for index, ((args, kwargs), kind) in enumerate(zip(batches, kinds, strict=True)):
+            if no_cache and kwargs.get("use_cache") is None:
                 kwargs = {**kwargs, **no_cache}
             given = (*args, *kwargs.values())
-            form = len(args), tuple(kwargs)
-            specs: list[Any] | None = None
-            if all(isinstance(value, Tensor) for value in given) and len(set(map(id, given))) == len(given):
-                specs = [form, *[(v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in given]]
-            if specs is not None and form in known_names:
-                named = {name: given[position] for name, position in known_names[form]}
+            if kind == last_kind and positions is not None:
+                inputs = {name: given[position] for name, position in positions}
             else:
                 named = named_inputs(self.model.forward, args, kwargs, parameters)
-                if specs is not None:
-                    positions = {id(value): position for position, value in enumerate(given)}
-                    known_names[form] = [(name, positions[id(leaf)]) for name, leaf in named.items()]
-            if specs is None or specs != last_specs:
-                # Else it is that of the microbatch before, and computing it again would cost more than the comparison.
-                signature, last_specs = batch_signature(named), specs
-            inputs = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+                inputs = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
+                if kind != last_kind:
+                    last_kind, signature = kind, batch_signature(named)
+                    by_id = {id(value): position for position, value in enumerate(given) if isinstance(value, Tensor)}
+                    is_plain = len(by_id) == len(given)
+                    positions = [(name, by_id[id(leaf)]) for name, leaf in inputs.items()] if is_plain else None
             yield NamedBatch(args, kwargs, inputs, signature, DrawSeed(seed, index))
 
     def record_again(self, batch: Batch, seed: int, count: int) -> None:

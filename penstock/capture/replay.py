@@ -106,17 +106,16 @@ class Replay:
         """of random calls: the hash of the name, whether the draw is for the whole batch, whether it is Python's"""
 
     def run(self, values: Values, seed: DrawSeed | None = None) -> Values:
-        """Run all calls on `values`; returns the wanted values. Others are dropped after their last use.
+        """Run all calls on `values`, which it changes; returns the wanted ones. Others are dropped after their last use.
 
         With a `seed`, the random numbers of each call depend only on the seed and the name of the call: they are the
         same for any partition and order.
         """
-        values = dict(values)
         draws = self._draws if seed is not None else {}
         is_cuda = bool(draws) and device_of(self._modules).type == "cuda"
         hook = _active_hook.get()
         for index, (step, recorded, dropped) in enumerate(self._steps):
-            if index in draws:
+            if draws and index in draws:
                 name_hash, is_shared, is_python = draws[index]
                 mixed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
                 seed_torch(mixed, is_cuda)
@@ -151,6 +150,12 @@ class Replay:
         returned = [name for name in dict.fromkeys(results) if name and name in (*refs(call.args), *refs(call.kwargs))]
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
+        def run_plain(values: Values) -> None:
+            result = wrapped(*args(values), **kwargs(values))
+            if not isinstance(result, Tensor):
+                raise _data_dependent(call.name, scope, line, structure, structure_of(result))
+            values[results[0]] = result
+
         def run(values: Values) -> None:
             result = wrapped(*args(values), **kwargs(values))
             # A value that the call wrote in place has a new name from here on.
@@ -175,8 +180,10 @@ class Replay:
                     found_size = f"size {tuple(values[name].shape)}"
                     raise _data_dependent(name, *size_reads[name], f"size {tuple(size)}", found_size)
 
+        step = run if structure != TENSOR or writes or returned or updates or sizes else run_plain
         # The user's hooks did not run while this was recorded, so their return values are unknown.
-        step = self._then_check_specs(run, call) if call.is_module and has_user_hooks([function]) else run
+        if call.is_module and has_user_hooks([function]):
+            step = self._then_check_specs(step, call)
         if call.context == CallContext():
             return step
 
@@ -278,6 +285,10 @@ class ArgumentReader:
             # Most calls have no keyword arguments. A new container each time, as the callee may change it.
             return lambda values: kind()
         if kind is tuple:
+            if all(isinstance(item, Ref) for item in tree.items):
+                names = [item.value for item in tree.items]
+                # With one name, itemgetter does not return a tuple.
+                return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
             return lambda values: tuple([item(values) for item in items])
         if kind is dict:
             return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}

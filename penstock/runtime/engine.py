@@ -21,6 +21,7 @@ from penstock.batches import (
     Splitting,
     explain_failure,
     find_padding,
+    microbatch_kinds,
     split_batch,
     whole_batch,
 )
@@ -369,7 +370,7 @@ class Engine:
             inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
             return SplitBatch(microbatches, recordings, inputs)
         try:
-            pairs = captured.recordings(parts, self._seed, num_recorded)
+            pairs = captured.recordings(parts, self._seed, num_recorded, microbatch_kinds(microbatches))
         except CaptureError as error:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
         split = SplitBatch(microbatches, *zip(*pairs, strict=True))

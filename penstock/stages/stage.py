@@ -120,11 +120,11 @@ class Stage(nn.Module):
 
         With a seed, random numbers depend only on it and the name of the block. Call `check_state` before each step.
         """
-        values = dict(inputs)
+        values = {**inputs, **incoming}
         # Several stages may run a call that writes into an input, so each works on its own copy.
-        for name in recording.written_inputs & inputs.keys():
-            values[name] = inputs[name].clone()
-        values.update(incoming)
+        if recording.written_inputs:
+            for name in recording.written_inputs & inputs.keys() - incoming.keys():
+                values[name] = inputs[name].clone()
         return self._replay(recording).run(values, seed)
 
     def takes_gradients(self, recording: Recording) -> bool:

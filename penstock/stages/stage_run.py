@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.capture import DrawSeed, Recording, has_gradient
@@ -73,7 +74,13 @@ class ForwardRun:
 
     def add_root(self, name: str, value: Any) -> None:
         """Let backward start from another value too, such as a loss: pass its gradient under this name."""
-        if isinstance(value, Tensor) and has_gradient(value):
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return
+        node = value.grad_fn
+        if node is not None and not isinstance(node, FunctionCtx):
+            # What `get_gradient_edge` returns, except for leaves and for nodes of Python functions.
+            self._edges[name] = GradientEdge(node, value.output_nr)
+        elif has_gradient(value):
             self._edges[name] = get_gradient_edge(value)
 
     def backward(self, gradients: Gradients) -> dict[str, Tensor | None]:
