@@ -51,47 +51,46 @@ class Microbatch:
 
     def take(self, start: int, length: int) -> "Microbatch":
         """The part of the microbatch with `length` samples, beginning with sample `start`."""
-        return self.parts([(start, length)])[0]
+        return self.parts((start, length, self.size - start - length))[1]
 
-    def parts(self, ranges: Sequence[tuple[int, int]]) -> tuple["Microbatch", ...]:
-        """Several parts of the microbatch, each given by its first sample and the number of its samples."""
+    def parts(self, sizes: Sequence[int]) -> tuple["Microbatch", ...]:
+        """All parts of the microbatch, with these numbers of samples, one after another."""
+        starts = list(accumulate(sizes, initial=0))
 
         def parts(value: Any, name: str) -> Sequence[Any]:
             cut = self.cuts.get(name)
             if cut is None:
                 taken = take_apart(value)
                 if taken is None:
-                    return [value] * len(ranges)
+                    return [value] * len(sizes)
                 columns = [parts(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
-                return [put_together(taken.kind, taken.keys, [column[i] for column in columns]) for i in indices]
-            dim, rows, offsets = cut.dim, cut.rows, cut.offsets
-            if dim is None:
-                kind = type(value)
-                return [put_together(kind, range(length), value[start : start + length]) for start, length in ranges]
-            if offsets:
-                ends = [(offsets[start], offsets[start + length]) for start, length in ranges]
-                return [value.narrow(dim, first, end - first) for first, end in ends]
-            return [value.narrow(dim, start * rows, length * rows) for start, length in ranges]
+                rows = [[column[index] for column in columns] for index in range(len(sizes))]
+                return [put_together(taken.kind, taken.keys, row) for row in rows]
+            if cut.dim is None:
+                slices = [value[start:end] for start, end in pairwise(starts)]
+                return [put_together(type(value), range(len(each)), each) for each in slices]
+            lengths = [cut.rows * size for size in sizes]
+            if cut.offsets:
+                lengths = [cut.offsets[end] - cut.offsets[start] for start, end in pairwise(starts)]
+            if value.requires_grad:
+                # The results of split could not be written in place.
+                pairs = zip(accumulate(lengths, initial=0), lengths, strict=False)
+                return [value.narrow(cut.dim, start, length) for start, length in pairs]
+            return value.split(lengths, cut.dim)  # type: ignore[no-any-return]
 
-        indices, cuts = range(len(ranges)), self.cuts
         args = [parts(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = [(name, parts(arg, name)) for name, arg in self.kwargs.items()]
         # Without a target, a cut of this name is that of an argument of the forward.
-        targets = [None] * len(ranges) if self.target is None else parts(self.target, TARGET)
-        has_offsets = any([cut.offsets for cut in cuts.values()])
-        return tuple(
-            [
-                Microbatch(
-                    tuple([column[index] for column in args]),
-                    {name: column[index] for name, column in kwargs},
-                    targets[index],
-                    length,
-                    {name: cut.within(start, length) for name, cut in cuts.items()} if has_offsets else cuts,
-                    self.names,
-                )
-                for index, (start, length) in enumerate(ranges)
-            ]
-        )
+        targets = [None] * len(sizes) if self.target is None else parts(self.target, TARGET)
+        has_offsets, cuts = any(cut.offsets for cut in self.cuts.values()), self.cuts
+        made = []
+        for index, size in enumerate(sizes):
+            if has_offsets:
+                cuts = {name: cut.within(starts[index], size) for name, cut in self.cuts.items()}
+            own_args = tuple([column[index] for column in args])
+            own_kwargs = {name: column[index] for name, column in kwargs}
+            made.append(Microbatch(own_args, own_kwargs, targets[index], size, cuts, self.names))
+        return tuple(made)
 
     def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
         """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
@@ -200,7 +199,7 @@ def split_batch(
     for later batches of the same structure.
     """
     whole, sizes = whole_batch(forward, args, kwargs, target, num_microbatches, split, planned, known)
-    return whole.parts(list(zip(accumulate(sizes, initial=0), sizes, strict=False)))
+    return whole.parts(sizes)
 
 
 def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:

@@ -83,7 +83,8 @@ class Fingerprinter:
     def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
         """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
         # Much faster than to walk through the model and compare.
-        if not self._children or any([list(m._modules.items()) != children for m, children in self._children]):
+        is_known = [list(module._modules.items()) == children for module, children in self._children]
+        if not is_known or not all(is_known):
             self.find_modules(granularity)
         modules, settings = self._modules, _settings(self._leaves, self._opened)
         state = [

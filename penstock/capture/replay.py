@@ -106,7 +106,7 @@ class Replay:
         """of random calls: the hash of the name, whether the draw is for the whole batch, whether it is Python's"""
 
     def run(self, values: Values, seed: DrawSeed | None = None) -> Values:
-        """Run all calls on `values`, which it changes; returns the wanted ones. Others are dropped after their last use.
+        """Run all calls on `values`; returns the wanted values. Others are removed from `values` after their last use.
 
         With a `seed`, the random numbers of each call depend only on the seed and the name of the call: they are the
         same for any partition and order.

@@ -32,7 +32,6 @@ from penstock.launch.status_file import (
     PREPARING,
     STARTED,
     SYNCING,
-    WAITING,
     WORKING,
     RankStatus,
     StatusFile,

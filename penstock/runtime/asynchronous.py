@@ -33,7 +33,6 @@ from penstock.runtime.executor import (
     watch_step,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import Extremes
 from penstock.runtime.initial_weights import parameter_ranks
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
@@ -158,10 +157,11 @@ class StreamRunner(StageRunner):
         return entry
 
     def _check_finite(self, stage: int, batch: StreamBatch) -> None:
-        gradients = Extremes()
-        gradients.add(stage, [parameter.grad for parameter in self._part.stages[stage].parameters()])
-        is_forward = stage in batch.step.extremes.nonfinite_stages()
-        if is_forward or gradients.nonfinite_stages():
+        extremes, parameters = batch.step.extremes, self._part.stages[stage].parameters()
+        extremes.add(stage, [parameter.grad for parameter in parameters], is_gradient=True)
+        outputs, gradients = extremes.nonfinite_stages()
+        is_forward = stage in outputs
+        if is_forward or stage in gradients:
             raise RunError(
                 "a loss or gradient is not a finite number; the weights of this stage were not updated",
                 step=batch.result.number,

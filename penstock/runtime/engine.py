@@ -43,7 +43,7 @@ from penstock.runtime.executor import (
     execute_local,
     watch_step,
 )
-from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
+from penstock.runtime.health import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
@@ -109,6 +109,8 @@ class Engine:
         """seed of the random numbers of the current step"""
         self._num_recorded = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
+        self._parameters = {index: tuple(stage.parameters()) for index, stage in part.stages.items()}
+        """by stage"""
         self._snapshot = StepSnapshot(
             (*part.replicas.parameters, *part.tied.parameters, *part.rows.parameters),
             part.parameters.values(),
@@ -645,12 +647,11 @@ class Engine:
         added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
         first, last = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
-            gradients = Extremes()
-            for index, stage in self._part.stages.items():
-                gradients.add(index, [parameter.grad for parameter in stage.parameters()])
+            for index, parameters in self._parameters.items():
+                step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
+            in_outputs, in_gradients = step.extremes.nonfinite_stages()
             # NaN spreads to later stages in forward and to earlier ones in backward.
-            first = min(step.extremes.nonfinite_stages(), default=math.inf)
-            last = max(gradients.nonfinite_stages(), default=-math.inf)
+            first, last = min(in_outputs, default=math.inf), max(in_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.tensor_ranks > 1 and every and number % every == 0:
             difference = self._part.shared_gradients.differing()

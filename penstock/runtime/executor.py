@@ -129,6 +129,8 @@ class StageRunner:
         """set while a step is run again to find where NaN or Inf came from"""
         self._runs: dict[tuple[int, int], StageRun] = {}
         """forwards that wait for their backward, by stage and microbatch"""
+        self._gradient_key, self._gradient = (0.0, torch.float32, torch.device("cpu")), torch.zeros(())
+        """the gradient of the last loss, and value, dtype and device of it: it is usually the same for all"""
 
     def forward(self, stage_pass: Pass) -> None:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
@@ -156,20 +158,27 @@ class StageRunner:
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
         if loss is not None:
             run.add_root(LOSS, loss)
+        outputs = run.take_outputs()
+        # Detached once, for the check and for all messages.
+        detached = {
+            name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+            for name, value in outputs.items()
+        }
         # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
         if step.is_training and (loss is None or step.weights[microbatch]):
-            step.extremes.add(stage, (*run.outputs.values(), step.losses.get(microbatch)))
+            step.extremes.add(stage, (*detached.values(), step.losses.get(microbatch)))
             if probe is not None:
-                probe.end(run.outputs.values(), loss, step.microbatches[microbatch].target)
+                probe.end(outputs.values(), loss, step.microbatches[microbatch].target)
         if added:
             total = self._loss_head.added_loss(step, stage, microbatch, added)
             step.added.setdefault(microbatch, []).append(total.detach())
             run.add_root(ADDED, total)
         if step.is_training:
             self._runs[stage, microbatch] = run
-        outputs = run.take_outputs()
         for names, target in stage_pass.targets:
-            target.put([outputs[name] for name in names])
+            # Another stage of this rank must see which values require a gradient.
+            values = outputs if isinstance(target, LocalSlot) else detached
+            target.put([values[name] for name in names])
 
     def backward(self, stage_pass: Pass) -> None:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
@@ -184,7 +193,7 @@ class StageRunner:
             weight = step.weights[microbatch]
             # Backward through a loss of weight 0 could give 0 * NaN: it is left out instead.
             if weight:
-                gradients[LOSS] = torch.full_like(step.losses[microbatch], weight * step.loss_scale)
+                gradients[LOSS] = self._loss_gradient(step.losses[microbatch], weight * step.loss_scale)
         for names, slot in stage_pass.sources:
             for name, gradient in zip(names, slot.take(), strict=True):
                 if gradient is not None:
@@ -196,6 +205,13 @@ class StageRunner:
             returned = self._runs.pop((stage, microbatch)).backward(gradients)
         for names, target in stage_pass.targets:
             target.put([returned.get(name) for name in names])
+
+    def _loss_gradient(self, loss: Tensor, value: float) -> Tensor:
+        """The gradient from which the backward of a loss starts; a copy, as hooks may change it in place."""
+        key = value, loss.dtype, loss.device
+        if key != self._gradient_key:
+            self._gradient_key, self._gradient = key, torch.full_like(loss, value)
+        return self._gradient.clone()
 
     def weight_grad(self, stage_pass: Pass) -> None:
         """Compute the weight gradients of a split backward; a no-op if backward was not split."""

@@ -30,30 +30,34 @@ class Extremes:
     """The smallest and largest entries of tensors by stage, kept on the device until `nonfinite_stages` reads them."""
 
     def __init__(self) -> None:
-        self._extremes: dict[int, list[Tensor]] = {}
+        self._extremes: dict[tuple[int, bool], list[Tensor]] = {}
+        """by stage, and whether they are those of gradients"""
 
-    def add(self, stage: int, values: Iterable[object]) -> None:
+    def add(self, stage: int, values: Iterable[object], is_gradient: bool = False) -> None:
         """Record outputs or gradients of a stage. Of a sharded tensor only this rank's shard is recorded."""
-        extremes = self._extremes.setdefault(stage, [])
+        extremes = self._extremes.setdefault((stage, is_gradient), [])
         for value in values:
             # Not `is_inexact`: every value of every step comes here.
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 extremes += _extremes(value.detach() if value.requires_grad else value)
 
-    def nonfinite_stages(self) -> list[int]:
-        """The stages with NaN or Inf in a value."""
-        pairs = [(stage, extreme) for stage, extremes in self._extremes.items() for extreme in extremes]
+    def nonfinite_stages(self) -> tuple[set[int], set[int]]:
+        """The stages with NaN or Inf in an output, and those with one in a gradient."""
+        pairs = [(key, extreme) for key, extremes in self._extremes.items() for extreme in extremes]
         # Read at once, because on a GPU every read waits for the device.
         values = torch.stack([extreme for _, extreme in pairs]).tolist() if pairs else []
-        nonfinite = {stage for (stage, _), value in zip(pairs, values, strict=True) if not math.isfinite(value)}
-        return sorted(nonfinite)
+        found: tuple[set[int], set[int]] = (set(), set())
+        for ((stage, is_gradient), _), value in zip(pairs, values, strict=True):
+            if not math.isfinite(value):
+                found[is_gradient].add(stage)
+        return found
 
 
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Whether no entry of any tensor is NaN or Inf."""
     extremes = Extremes()
     extremes.add(0, tensors)
-    return not extremes.nonfinite_stages()
+    return not any(extremes.nonfinite_stages())
 
 
 def _extremes(tensor: Tensor) -> Sequence[Tensor]:
@@ -66,8 +70,8 @@ def _extremes(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.is_complex():
         tensor = as_real(tensor)
     if tensor.dim() == 0:
-        # A copy, as it may be a view of a large tensor.
-        return (tensor.clone(),)
+        # A copy of a view, which may be one of a large tensor.
+        return (tensor.clone() if tensor._is_view() else tensor,)
     return torch.aminmax(tensor) if tensor.numel() else ()
 
 

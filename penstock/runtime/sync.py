@@ -92,7 +92,7 @@ class SyncResult(NamedTuple):
         return _Row.unpack(self.rows[rank * ROW_BYTES :]).content
 
 
-_EMPTY = SyncVote()
+_EMPTY, _NO_AGREEMENT = SyncVote(), Agreement()
 
 
 class RankSync:
@@ -194,7 +194,7 @@ class RankSync:
                 unfinished.finish()
         row = None
         if self._ranks is not None:
-            agreement = vote.agreement or Agreement()
+            agreement = vote.agreement or _NO_AGREEMENT
             key = _Key(
                 self._number,
                 request.step,
@@ -235,7 +235,7 @@ class RankSync:
         self, replicas: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
     ) -> "list[_Reductions]":
         """The results of all pipelines; a problem of one pipeline is a problem of all."""
-        agreement, digest = Agreement(), pipeline_row.key.request
+        agreement, digest = _NO_AGREEMENT, pipeline_row.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
         elif vote.agreement is not None and (vote.includes_replicas or digest == _REFUSED):
