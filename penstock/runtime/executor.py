@@ -163,10 +163,11 @@ class StageRunner:
         detached = {
             name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
             for name, value in outputs.items()
+            if loss is None
         }
         # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
         if step.is_training and (loss is None or step.weights[microbatch]):
-            step.extremes.add(stage, (*detached.values(), step.losses.get(microbatch)))
+            step.extremes.add(stage, detached.values() if loss is None else (step.losses[microbatch],))
             if probe is not None:
                 probe.end(outputs.values(), loss, step.microbatches[microbatch].target)
         if added:
@@ -193,7 +194,12 @@ class StageRunner:
             weight = step.weights[microbatch]
             # Backward through a loss of weight 0 could give 0 * NaN: it is left out instead.
             if weight:
-                gradients[LOSS] = self._loss_gradient(step.losses[microbatch], weight * step.loss_scale)
+                loss = step.losses[microbatch]
+                key = weight * step.loss_scale, loss.dtype, loss.device
+                if key != self._gradient_key:
+                    self._gradient_key, self._gradient = key, torch.full_like(loss, key[0])
+                # A copy, as hooks may change it in place.
+                gradients[LOSS] = self._gradient.clone()
         for names, slot in stage_pass.sources:
             for name, gradient in zip(names, slot.take(), strict=True):
                 if gradient is not None:
@@ -205,13 +211,6 @@ class StageRunner:
             returned = self._runs.pop((stage, microbatch)).backward(gradients)
         for names, target in stage_pass.targets:
             target.put([returned.get(name) for name in names])
-
-    def _loss_gradient(self, loss: Tensor, value: float) -> Tensor:
-        """The gradient from which the backward of a loss starts; a copy, as hooks may change it in place."""
-        key = value, loss.dtype, loss.device
-        if key != self._gradient_key:
-            self._gradient_key, self._gradient = key, torch.full_like(loss, value)
-        return self._gradient.clone()
 
     def weight_grad(self, stage_pass: Pass) -> None:
         """Compute the weight gradients of a split backward; a no-op if backward was not split."""
@@ -407,7 +406,8 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
     They run in rounds, in the order of their numbers. A rank that waits is not visited again before its message is
     sent: with many ranks, most of them wait.
     """
-    times = times or [ActionTimes() for _ in programs]
+    if times is None and is_observed():
+        times = [ActionTimes() for _ in programs]
     positions = [0] * len(programs)
     this_round, next_round = list(range(len(programs))), list[int]()
     # By source and target stage of a message, the rank that waits for it.
@@ -422,7 +422,12 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
                 waiting[missing[0].route.key[:2]] = index
                 break
             try:
-                _run_timed(program, action, times[index])
+                if times is not None:
+                    _run_timed(program, action, times[index])
+                elif action.run is not None:
+                    for wait in action.waits:
+                        wait()
+                    action.run()
             except Exception as error:
                 raise located_error(error, program.rank, action.code) from error
             positions[index] += 1

@@ -3,6 +3,7 @@
 import socket
 import zlib
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -54,8 +55,12 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
 
 def _row(times: ActionTimes, longest: int) -> Tensor:
     """Host, start of the step, starts and ends; unused entries repeat the last end, so they are never a minimum."""
-    row = torch.full((2 + 2 * longest,), max(times.ends, default=times.began), dtype=torch.float64)
-    row[0], row[1] = zlib.crc32(socket.gethostname().encode()), times.began
-    row[2 : 2 + len(times.starts)] = torch.tensor(times.starts, dtype=torch.float64)
-    row[2 + longest : 2 + longest + len(times.ends)] = torch.tensor(times.ends, dtype=torch.float64)
-    return row
+    unused = [max(times.ends, default=times.began)] * (longest - len(times.ends))
+    return torch.tensor(
+        [_host_number(), times.began, *times.starts, *unused, *times.ends, *unused], dtype=torch.float64
+    )
+
+
+@cache
+def _host_number() -> int:
+    return zlib.crc32(socket.gethostname().encode())

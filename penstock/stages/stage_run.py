@@ -19,6 +19,7 @@ Gradients = Mapping[str, Tensor | None]
 # A custom Function records a node only if one of its tensor arguments requires a gradient. This one is empty, and its
 # own gradient is never computed.
 _ANCHOR = torch.zeros(0, requires_grad=True)
+_NO_CONTEXT = nullcontext()
 
 
 class ForwardRun:
@@ -89,7 +90,8 @@ class ForwardRun:
         Gradients that are None, or belong to values that require none, are ignored.
         """
         self._run_autograd(gradients)
-        self._accumulate_deferred()
+        if self._deferral is not None:
+            self._accumulate(self._deferral.queue)
         return self._take_returned()
 
     def input_grad(self, gradients: Gradients) -> dict[str, Tensor | None]:
@@ -105,32 +107,33 @@ class ForwardRun:
         if self._is_all_weight_grad:
             self._run_autograd(self._pending_gradients)
             self._pending_gradients = {}
-        self._accumulate_deferred()
+        if self._deferral is not None:
+            self._accumulate(self._deferral.queue)
 
     def _run_autograd(self, gradients: Gradients) -> None:
-        edges, self._edges = self._edges, {}
-        root_gradients = {name: grad for name, grad in gradients.items() if grad is not None and name in edges}
-        roots = [edges[name] for name in root_gradients]
+        roots: list[GradientEdge] = []
+        root_gradients: list[Tensor] = []
+        for name, gradient in gradients.items():
+            if gradient is not None and name in self._edges:
+                roots.append(self._edges[name])
+                root_gradients.append(gradient)
         # An edge keeps its node alive: without this, parts of the graph would outlive the backward that frees them.
-        edges.clear()
+        self._edges = {}
         if not roots and self.own_backward is None:
             return
         # A recomputation during backward must save the same tensors as the first forward did.
-        deferral = self._deferral
-        with deferral if deferral is not None and deferral.is_recomputed else nullcontext():
+        with self._deferral if self._deferral is not None and self._deferral.is_recomputed else _NO_CONTEXT:
             if self.own_backward is None:
-                torch.autograd.backward(roots, list(root_gradients.values()))
+                torch.autograd.backward(roots, root_gradients)
             else:
                 self.own_backward(gradients)
 
     def _take_returned(self) -> dict[str, Tensor | None]:
         returned, self._returned = self._returned, {}
-        leaves, self._leaves = self._leaves, {}
-        return {**returned, **{name: leaf.grad for name, leaf in leaves.items()}}
-
-    def _accumulate_deferred(self) -> None:
-        if self._deferral is not None:
-            self._accumulate(self._deferral.queue)
+        for name, leaf in self._leaves.items():
+            returned[name] = leaf.grad
+        self._leaves = {}
+        return returned
 
 
 class StageRun(ForwardRun):
@@ -200,6 +203,8 @@ def grad_boundary(
     leave as autograd computed it, as in the unsplit model.
     """
     values: dict[str, Any] = dict(incoming)
+    if not values:
+        return values, {}
     differentiable, leaves, is_recorded = {}, {}, torch.is_grad_enabled()
     for name, value in incoming.items():
         if isinstance(value, Tensor):

@@ -11,9 +11,6 @@ from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.staging import HOST, is_staged, to_device, to_host
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
 
-_SMALL_BYTES = 4096
-"""messages up to this size are kept until the end of the step"""
-
 
 class DistributedTransport(Transport):
     """Sends the tensors of a message one by one, in the order of the program.
@@ -55,12 +52,10 @@ class DistributedTransport(Transport):
 
 
 class _SendSlot(SendSlot):
-    __slots__ = ("_has_flags", "_packed", "_tensors", "_transport", "_works", "is_held")
+    __slots__ = ("_has_flags", "_packed", "_tensors", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
-        # A wait costs more than to keep a small message until the end of the step.
-        self.is_held = sum(codec.num_bytes for codec in route.codecs) > _SMALL_BYTES
         self._transport, self._has_flags = transport, route.has_flags
         self._tensors: Tensors = ()
         self._works: list[Any] = []
