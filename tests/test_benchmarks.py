@@ -64,6 +64,14 @@ def test_the_run_fails_if_a_line_does(monkeypatch, capsys):
     assert "unknown benchmark (name: cooking)\ntry: capture" in capsys.readouterr().err
 
 
+def test_a_table_is_chosen_by_a_part_of_its_title(monkeypatch, capsys):
+    tables = [Table(title, ("what", "value"), [Line(("a", "1"), 1.0, 1.0)]) for title in ("of 20 ms", "of 80 ms")]
+    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": lambda: tables})
+    assert main(["capture", "--table", "80 ms"]) == 0
+    assert "of 20 ms" not in capsys.readouterr().out
+    assert main(["capture", "--table", "8 s"]) == 2
+
+
 def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_stored(monkeypatch, tmp_path, capsys):
     line = Line(("8 billion, time", "8.1 s"), 8.1, 10.0, at_least=False)
     table = Table("a plan for Llama-3 8B", ("model", ""), [line])

@@ -42,6 +42,14 @@ def test_sizes_differ_by_at_most_one_and_the_larger_come_first(
     assert microbatch_sizes(batch, asked) == expected
 
 
+def test_a_piece_of_a_tensor_that_requires_a_gradient_can_be_written_in_place() -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    first, second = split_batch(forward, (2 * x,), {}, None, 2)
+    (first.args[0].mul_(3).sum() + second.args[0].sum()).backward()
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [6.0, 6.0, 2.0, 2.0]
+
+
 @given(batch=st.integers(1, 40), asked=st.integers(1, 12), dim=st.integers(0, 2))
 def test_the_pieces_are_views_that_make_up_the_batch(batch: int, asked: int, dim: int) -> None:
     shape = [2, 3, 4]

@@ -214,6 +214,19 @@ def test_a_rank_that_died_in_a_step_has_failed(tmp_path: Path) -> None:
     assert PeerWatcher(status_file, 1, (0, 1)).failed_peer().startswith("rank 1: its process is gone")
 
 
+def test_a_rank_is_checked_for_its_death_once_it_records_nothing_new(tmp_path: Path) -> None:
+    watcher = PeerWatcher(StatusFile.create(tmp_path, 0, 2), 1, (0, 1))
+    StatusFile.create(tmp_path, 1, 2)
+    assert watcher.failed_peer((1,)) == ""
+    other = os.fork()
+    if other == 0:
+        StatusFile.create(tmp_path, 1, 2).working(STEP, FORWARD)
+        os._exit(0)
+    os.waitpid(other, 0)
+    assert watcher.failed_peer((1,)) == ""
+    assert watcher.failed_peer((1,)).startswith("rank 1: its process is gone")
+
+
 def ended(directory: Path) -> None:
     """Rank 1 has finished, and its process still exists."""
     other = StatusFile.create(directory, 1, 2)
