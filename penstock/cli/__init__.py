@@ -1,4 +1,16 @@
-"""The command `penstock`, one file per verb.
+"""The command `penstock`. A verb is in the file of its name; the other files are shared by verbs:
+
+options.py           options of several verbs, and how the fields of a record become options
+output.py            printing, and errors as a message and an exit code
+files.py             reading records, and writing files completely or not at all
+user_code.py         functions named FILE.py:FUNCTION
+models.py            the model and the batch of a command; hf_models.py builds those named hf:NAME
+plan.py              the verb, its options, and `make_plan` for `explain` and `train`
+train.py             the verb, and which plan a training run follows
+training_job.py      the flags of `train`, and what every rank runs
+train_log.py         the printed steps, and the files in --out
+restarts.py          restarts after a failure, and the directory of the checkpoints
+demo_schedules.py    `demo --schedules`
 
 A verb imports torch and the packages it needs when it runs, so that `penstock --help` answers at once.
 """

@@ -2,16 +2,13 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from penstock.cli.options import AsJson
 from penstock.cli.output import echo, note, print_json, print_table
 from penstock.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from penstock.checkpoint import CheckpointReader
 
 Where = Annotated[Path, Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")]
 Out = Annotated[Path, Option("--hf", metavar="OUT", help="The directory to write, in the format of save_pretrained.")]
@@ -63,7 +60,7 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint, or of the newest in a directory."""
     from penstock.checkpoint import with_checkpoints
 
-    contents = with_checkpoints(path, lambda found: _contents_of(found[0]))
+    contents = with_checkpoints(path, lambda found: _contents(found[0]))
     if as_json:
         print_json(contents)
         return
@@ -86,9 +83,10 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
     Takes the newest checkpoint of a directory, and compares its files with their digests first. Uses the configuration
     saved with the model, if it is a transformers model.
     """
+    from penstock.checkpoint import open_newest
     from penstock.hf.export import export as export_checkpoint
 
-    with _newest(path) as checkpoint:
+    with open_newest(path) as checkpoint:
         written = export_checkpoint(checkpoint, out, config)
         step = checkpoint.manifest.step
     if as_json:
@@ -97,38 +95,27 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
         note(f"wrote {out}: {written['tensors']} tensors of {written['model']}, step {step}")
 
 
-def _newest(path: Path) -> "CheckpointReader":
-    from penstock.checkpoint import open_newest
-
-    return open_newest(path)
-
-
-def _contents_of(directory: Path) -> dict[str, Any]:
-    from penstock.checkpoint import CheckpointReader
+def _contents(directory: Path) -> dict[str, Any]:
+    """What `show` prints of a checkpoint, as JSON values."""
+    from penstock.checkpoint import RUN, CheckpointReader
 
     with CheckpointReader(directory) as checkpoint, checkpoint.documents():
-        return _contents(checkpoint)
-
-
-def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:
-    from penstock.checkpoint import RUN
-
-    manifest = checkpoint.manifest
-    schedulers = checkpoint.stems("scheduler")
-    return {
-        "checkpoint": str(checkpoint.directory),
-        "step": manifest.step,
-        "written": manifest.written,
-        "bytes": manifest.total_bytes,
-        "plan": asdict(manifest.plan),
-        "versions": dict(manifest.versions),
-        "model": manifest.model,
-        "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
-        "scheduler": checkpoint.json_object(schedulers[0]) if schedulers else None,
-        **{name: value for name, value in checkpoint.json_object(RUN).items() if value is not None},
-        "tied": [list(group) for group in manifest.tied] or None,
-        "tensors": [
-            {"name": name, "file": record.file, "type": record.dtype, "shape": str(list(record.shape))}
-            for name, record in manifest.tensors.items()
-        ],
-    }
+        manifest = checkpoint.manifest
+        schedulers = checkpoint.stems("scheduler")
+        return {
+            "checkpoint": str(checkpoint.directory),
+            "step": manifest.step,
+            "written": manifest.written,
+            "bytes": manifest.total_bytes,
+            "plan": asdict(manifest.plan),
+            "versions": dict(manifest.versions),
+            "model": manifest.model,
+            "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
+            "scheduler": checkpoint.json_object(schedulers[0]) if schedulers else None,
+            **{name: value for name, value in checkpoint.json_object(RUN).items() if value is not None},
+            "tied": [list(group) for group in manifest.tied] or None,
+            "tensors": [
+                {"name": name, "file": record.file, "type": record.dtype, "shape": str(list(record.shape))}
+                for name, record in manifest.tensors.items()
+            ],
+        }

@@ -56,12 +56,14 @@ def demo(
     Python, compares numbers and tokens per second with the same training in one process of plain PyTorch, and writes a
     report. Downloads nothing; takes about a minute.
     """
+    from penstock.launch import num_cores
+
     if schedules:
         compare_schedules(out, as_json)
         return
     make_directory(out)
     show = note if as_json else echo
-    began, cores, load = perf_counter(), _num_cores(), os.getloadavg()[0]
+    began, cores, load = perf_counter(), num_cores(), os.getloadavg()[0]
     plan = _plan(ranks or min(max(cores, 2), MOST_RANKS), cores, show)
     run, rates = _train(plan, steps, cores, show)
     seconds = perf_counter() - began
@@ -84,13 +86,6 @@ def demo(
         _print_results(plan, run, rates, load, out)
     if (run.largest_difference or 0.0) > MAX_DIFFERENCE:
         raise failed(f"the pipeline differs from one process ({run.largest_difference:.1e})", RUN_FAILED)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    from penstock.launch import num_cores
-
-    return num_cores()
 
 
 def _plan(ranks: int, cores: int, echo: Print) -> "Plan":

@@ -122,17 +122,14 @@ def command(verb: Verb) -> Verb:
         hints = get_type_hints(record, include_extras=True)
         for field in fields(record):
             default = Parameter.empty if field.default is MISSING else field.default
-            annotation = _with_option(hints[field.name])
+            annotation = hints[field.name]
+            kind, *details = get_args(annotation) if hasattr(annotation, "__metadata__") else (annotation,)
+            # In records that do not know typer, a Flag is in the place of an Option.
+            if flag := next((detail for detail in details if isinstance(detail, Flag)), None):
+                annotation = Annotated[kind, Option(metavar=flag.metavar, help=flag.help, min=flag.min)]
             parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     # typer reads the name, the docstring and the signature of a function.
     run.__name__, run.__doc__ = verb.__name__, verb.__doc__
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def _with_option(hint: Any) -> Any:
-    """The annotation of a field for typer: a Flag, in records that do not know typer, becomes an Option."""
-    kind, *details = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-    flag = next((detail for detail in details if isinstance(detail, Flag)), None)
-    return hint if flag is None else Annotated[kind, Option(metavar=flag.metavar, help=flag.help, min=flag.min)]

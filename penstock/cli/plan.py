@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -58,26 +58,21 @@ class PlanFlags:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `penstock.plan`, besides `ranks`."""
+        """The arguments of `penstock.plan`, besides `ranks`: the fields, most of which have the names of arguments."""
         from penstock.partitioners import find
 
-        shards = self.vocabulary_shards
         try:
             find(self.partitioner)
         except PartitionError as error:
             # As a PlanError it is wrong usage, with exit code 2, and is found before the model is built.
             raise PlanError(error.problem, hint=error.hint, **error.values) from None
-        return {
-            "microbatches": _number_or_auto("microbatches", self.microbatches),
-            "schedule": self.schedule,
-            "partitioner": self.partitioner,
-            "stages_per_rank": self.stages_per_rank,
-            "memory": self.memory,
-            "recompute": self.recompute,
-            "vocabulary_shards": None if shards is None else _number_or_auto("vocabulary-shards", shards),
-            "budget_seconds": self.budget,
-            **self.granularity,
-        }
+        arguments = asdict(self)
+        for name in ("ranks", "block"):
+            del arguments[name]
+        arguments["microbatches"] = _number_or_auto("microbatches", self.microbatches)
+        if self.vocabulary_shards is not None:
+            arguments["vocabulary_shards"] = _number_or_auto("vocabulary-shards", self.vocabulary_shards)
+        return arguments | {"budget_seconds": arguments.pop("budget"), **self.granularity}
 
 
 def _number_or_auto(option: str, value: str) -> int | str:
@@ -357,7 +352,7 @@ def make_plan(
         raise PlanError(f"{by_module} cannot split the output layer over stages", hint=hint)
     arguments = options.arguments | {"optimizer": state.optimizer, "precision": state.precision}
     if running is None:
-        arguments |= machine.arguments(options, replicas, emits=by_module is not None)
+        arguments |= machine.arguments(options, replicas, emits=bool(by_module))
     else:
         if options.ranks not in (PlanFlags.ranks, running.ranks):
             hint = f"--ranks {running.ranks}, or leave it out"

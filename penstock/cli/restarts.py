@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cli.output import BAD_CHECKPOINT, RUN_FAILED, failed, note
-from penstock.cli.train_options import AUTO, CheckpointFlags
-from penstock.cli.training_job import PLAN_OPTIONS, Job, run_rank
+from penstock.cli.training_job import AUTO, PLAN_OPTIONS, CheckpointFlags, Job, run_rank
 from penstock.errors import CheckpointError, DamagedError, PenstockError, RunError
 
 if TYPE_CHECKING:
@@ -168,7 +167,11 @@ class Supervisor:
                 failure = RankFailure.of(error)
                 decision = controller.decide(failure, self._newest)
                 if decision.end or self._stop or not self._flags.restart_policy.restarts:
-                    self._give_up(error, decision)
+                    # An error raised on purpose explains itself; its traceback is not shown.
+                    text = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
+                    reason = f"\nnot restarted: {decision.end}" if decision.end else ""
+                    is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
+                    raise failed(text + reason, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED) from None
                 note(self._restart_message(failure, decision, controller.restarts, plan.num_ranks))
             end = time.monotonic() + decision.pause_seconds
             while time.monotonic() < end and not self._stop:
@@ -206,10 +209,3 @@ class Supervisor:
         if self._newest is not None:
             return f"step {self._newest}"
         return "the beginning" if self._flags.resume in (None, AUTO) else str(self._flags.resume)
-
-    def _give_up(self, error: RunError, decision: "RestartDecision") -> NoReturn:
-        # An error raised on purpose explains itself; its traceback is not shown.
-        text = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
-        reason = f"\nnot restarted: {decision.end}" if decision.end else ""
-        is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
-        raise failed(text + reason, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED)

@@ -27,8 +27,16 @@ from penstock.cli.train_log import (
     with_earlier_steps,
     write_run,
 )
-from penstock.cli.train_options import CheckpointFlags, TrainFlags
-from penstock.cli.training_job import Job, autocast, check_job, job_mesh, loss_example, run_rank
+from penstock.cli.training_job import (
+    CheckpointFlags,
+    Job,
+    TrainFlags,
+    autocast,
+    check_job,
+    job_mesh,
+    loss_example,
+    run_rank,
+)
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""A training run as every rank receives it, and the function that every rank runs."""
+"""The flags of `penstock train`, a run of it as every rank receives it, and the function that every rank runs.
+
+The options of the training loop (`api/train_options.py`) and of the plan (`plan.py`) are flags too.
+"""
 
 import math
 import os
@@ -10,24 +13,28 @@ from functools import cache
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
+
+from typer import Option
 
 from penstock.api.train_options import TrainOptions
 from penstock.cli.models import build_model, on_device
 from penstock.cli.options import Example
 from penstock.cli.plan import LossExample, PlanFlags
 from penstock.cli.train_log import STEPS, TrainLog
-from penstock.cli.train_options import DEVICES, CheckpointFlags, TrainFlags
 from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from penstock.checkpoint import Loaded
+    from penstock.checkpoint import CheckpointOptions, Loaded
     from penstock.ir import Plan
+    from penstock.launch import RestartPolicy
 
+AUTO = "auto"
+DEVICES = ("cpu", "cuda")
 # Keys of a checkpoint's `extra` for the options of its run.
 TRAIN_OPTIONS, PLAN_OPTIONS = "train_options", "plan_options"
 _START = "start"  # parameter of a data function: the number of the batch to begin with
@@ -35,6 +42,89 @@ _DATA_BODY = "yield inputs, target"
 _LOSS_BODY = "return functional.cross_entropy(output, target)"
 _OPTIMIZER_BODY = "return torch.optim.AdamW(parameters, lr=1e-3)"
 _CALLBACK_BODY = "if event.name == 'after_step': print(event.metrics)"
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """The user's functions, and settings of the run that are arguments in Python."""
+
+    data: Annotated[
+        str, Option(metavar="FILE.py:FUNCTION", help="Yields inputs, or with --loss, pairs of inputs and target.")
+    ]
+    loss: Annotated[
+        str | None, Option(metavar="NAME", help="A function of torch.nn.functional, or FILE.py:FUNCTION.")
+    ] = None
+    optimizer: Annotated[str, Option(metavar="NAME", help="A class of torch.optim, or FILE.py:FUNCTION.")] = "adamw"
+    lr: Annotated[float, Option(metavar="RATE", help="Learning rate of an optimizer given by name.")] = 1e-3
+    eval_data: Annotated[
+        str | None, Option(metavar="FILE.py:FUNCTION", help="Yields batches to evaluate, of the same form as --data.")
+    ] = None
+    callback: Annotated[
+        list[str] | None,
+        Option(metavar="FILE.py:FUNCTION", help="Called on every rank with events of the training; may be repeated."),
+    ] = None
+    replicas: Annotated[
+        int, Option(min=1, metavar="N", help="Copies of the pipeline, which share the samples of every batch.")
+    ] = 1
+    device: Annotated[
+        str | None,
+        Option(
+            metavar="TYPE",
+            help="cpu, or cuda: rank n of a host uses GPU n, over NCCL. Default: where MODEL and --data put tensors.",
+        ),
+    ] = None
+    seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0
+    deadline: Annotated[
+        float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")
+    ] = 60.0
+
+
+@dataclass(frozen=True)
+class CheckpointFlags:
+    """Checkpoints, resuming and restarts."""
+
+    checkpoint: Annotated[
+        Path | None, Option(metavar="DIRECTORY", help="Save checkpoints there: regularly, at the end, and on SIGTERM.")
+    ] = None
+    every: Annotated[int, Option(min=1, metavar="N", help="Steps between checkpoints.")] = 100
+    keep: Annotated[int, Option(min=1, metavar="N", help="Number of newest checkpoints to keep.")] = 3
+    asynchronous: Annotated[bool, Option("--asynchronous", help="Write checkpoints while training continues.")] = False
+    resume: Annotated[
+        str | None, Option(metavar="WHERE", help='A checkpoint to resume from, or "auto": the newest good one, if any.')
+    ] = None
+    restarts: Annotated[int, Option(min=0, metavar="N", help="Maximum automatic restarts after a rank failure.")] = 3
+    min_ranks: Annotated[
+        int | None,
+        Option(min=1, metavar="K", help="Minimum ranks: re-plan and continue if a rank fails permanently."),
+    ] = None
+    fault: Annotated[
+        list[str] | None,
+        Option(metavar="FAULT", help="Inject a fault, such as kill,rank=1,step=5; needs PENSTOCK_ALLOW_FAULTS=1."),
+    ] = None
+
+    @property
+    def restart_policy(self) -> "RestartPolicy":
+        """The restart policy; without checkpoints there is nothing to restart from."""
+        from penstock.launch import RestartPolicy
+
+        return RestartPolicy(self.restarts if self.checkpoint else 0, self.min_ranks)
+
+    def options(self, attempt: int) -> "CheckpointOptions | None":
+        """The checkpoint options of a rank; None without checkpoints."""
+        from penstock.checkpoint import CheckpointOptions
+
+        if self.checkpoint is None:
+            return None
+        return CheckpointOptions(self.checkpoint, self.every, self.keep, self.asynchronous, self.source(attempt))
+
+    def source(self, attempt: int = 0) -> Path | None:
+        """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
+        from penstock.checkpoint import CheckpointDir
+
+        assert self.checkpoint is not None
+        if CheckpointDir(self.checkpoint).checkpoints and (attempt or self.resume == AUTO):
+            return self.checkpoint
+        return None if self.resume in (None, AUTO) else Path(str(self.resume))
 
 
 @dataclass(frozen=True)
@@ -294,29 +384,29 @@ def _optimizer_maker(flags: TrainFlags) -> Iterator[Callable[[Any], Any]]:
         if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
     }
     if ":" in name:
-        with user_function(name, _OPTIMIZER_BODY) as make:
-            yield lambda parameters: _call_optimizer_function(make, parameters)
+        with user_function(name, _OPTIMIZER_BODY) as user:
+
+            def call(parameters: Any) -> Any:
+                with user_errors(f"the function {user.name} failed", user.path):
+                    optimizer = user.function(parameters)
+                if not isinstance(optimizer, optim.Optimizer):
+                    got, hint = type(optimizer).__name__, _OPTIMIZER_BODY
+                    raise PenstockError("the function must return an optimizer", function=user.name, got=got, hint=hint)
+                return optimizer
+
+            yield call
     elif (known := classes.get(name.lower())) is not None:
-        yield lambda parameters: _make_optimizer(known, parameters, flags.lr)
+
+        def construct(parameters: Any) -> Any:
+            try:
+                return known(list(parameters), lr=flags.lr)
+            except (ValueError, TypeError) as error:
+                hint = f"FILE.py:FUNCTION, def optimizer(parameters): {_OPTIMIZER_BODY}"
+                raise PenstockError(
+                    f"cannot construct {known.__name__}", lr=flags.lr, reason=error, hint=hint
+                ) from error
+
+        yield construct
     else:
         hint = "adamw, sgd, or FILE.py:FUNCTION"
         raise PenstockError("no such optimizer in torch.optim", optimizer=repr(name), hint=hint)
-
-
-def _call_optimizer_function(make: UserFunction, parameters: Any) -> Any:
-    from torch import optim
-
-    with user_errors(f"the function {make.name} failed", make.path):
-        optimizer = make.function(parameters)
-    if not isinstance(optimizer, optim.Optimizer):
-        got, hint = type(optimizer).__name__, _OPTIMIZER_BODY
-        raise PenstockError("the function must return an optimizer", function=make.name, got=got, hint=hint)
-    return optimizer
-
-
-def _make_optimizer(known: type, parameters: Any, lr: float) -> Any:
-    try:
-        return known(list(parameters), lr=lr)
-    except (ValueError, TypeError) as error:
-        hint = f"FILE.py:FUNCTION, def optimizer(parameters): {_OPTIMIZER_BODY}"
-        raise PenstockError(f"cannot construct {known.__name__}", lr=lr, reason=error, hint=hint) from error
