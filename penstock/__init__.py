@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from penstock.api.models import capture, explain, generate_code, split
     from penstock.api.pipe_model import PartitionedGraph, pipe_model
     from penstock.api.pipeline import Pipeline
-    from penstock.api.plan import plan, plan_together
-    from penstock.api.planning import lower, schedule, simulate, verify
+    from penstock.api.plan import plan
+    from penstock.api.plan_together import plan_together
     from penstock.api.report import report
+    from penstock.api.simulation import schedule, simulate
     from penstock.api.train_loop import StepReport, TrainEvent, fit
     from penstock.api.train_options import TrainOptions
     from penstock.auto.config import AutoPipelineConfig
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     )
     from penstock.launch import launch
     from penstock.loss import add_loss, added_losses
+    from penstock.passes import lower, verify
     from penstock.runtime import GradScaler, Result, RunOptions
 
 __version__ = "0.1.0"
@@ -143,9 +145,10 @@ _HOMES = {
     "penstock.api.models": ("capture", "explain", "generate_code", "split"),
     "penstock.api.pipe_model": ("PartitionedGraph", "pipe_model"),
     "penstock.api.pipeline": ("Pipeline",),
-    "penstock.api.plan": ("plan", "plan_together"),
-    "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
+    "penstock.api.plan": ("plan",),
+    "penstock.api.plan_together": ("plan_together",),
     "penstock.api.report": ("report",),
+    "penstock.api.simulation": ("schedule", "simulate"),
     "penstock.api.train_loop": ("StepReport", "TrainEvent", "fit"),
     "penstock.api.train_options": ("TrainOptions",),
     "penstock.auto.config": ("AutoPipelineConfig",),
@@ -193,6 +196,7 @@ _HOMES = {
     ),
     "penstock.launch": ("launch",),
     "penstock.loss": ("add_loss", "added_losses"),
+    "penstock.passes": ("lower", "verify"),
     "penstock.runtime": ("GradScaler", "Result", "RunOptions"),
 }
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split, split_model
+from penstock.api.arguments import LossFn, check_loss_fn, check_model_and_plan, check_split
+from penstock.api.pipeline import Pipeline, split_model
 from penstock.batches import Microbatch, Split, split_batch
 from penstock.capture import (
     Captured,
@@ -39,7 +40,6 @@ from penstock.loss import (
 from penstock.runtime import LOSS_FN, MicrobatchWarning, RunOptions
 from penstock.stages import Ownership, distances
 
-LossFn = Callable[[Any, Any], Tensor]
 _SEED = 11
 _NUM_PERTURBED = 3
 """runs with other last bits of the weights, to find how large rounding errors are"""
@@ -64,21 +64,19 @@ class ParityReport:
 
     def __str__(self) -> str:
         parts = [str(part) for part in (self.loop, self.whole) if part is not None]
-        return "\n".join((self._summary, *parts, *self.notes))
-
-    def _repr_html_(self) -> str:
-        return preformatted(str(self))
-
-    @property
-    def _summary(self) -> str:
         if self.ok:
-            return "the pipeline matches the unsplit model"
-        if self.loop.ok:
-            return (
+            summary = "the pipeline matches the unsplit model"
+        elif self.loop.ok:
+            summary = (
                 "the stages are right, but the loss and gradients of the whole batch are not sums of those of its "
                 "microbatches: samples interact, or the loss is weighted differently (try reduction=...)"
             )
-        return "the pipeline is WRONG"
+        else:
+            summary = "the pipeline is WRONG"
+        return "\n".join((summary, *parts, *self.notes))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 def check(
@@ -327,6 +325,7 @@ def _collect_warnings() -> Iterator[list[MicrobatchWarning]]:
 
 
 def _change_last_bits(model: nn.Module, seed: int) -> None:
+    """Multiply every weight by 1 plus or minus one unit in the last place, at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -336,6 +335,7 @@ def _change_last_bits(model: nn.Module, seed: int) -> None:
 
 
 def _equal(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two buffers have the same values, where NaN equals NaN."""
     return other is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 

@@ -11,21 +11,29 @@ from typing import Any, NoReturn, Self, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from penstock.api.arguments import (
+    LossFn,
+    check_choices,
+    check_execution,
+    check_loss_fn,
+    check_model_and_plan,
+    check_split,
+    check_staleness,
+    shown,
+)
 from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.batches import Microbatch, Split, split_batch, whole_batch
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import SPLIT_HINT, Plan, Trace, as_int, counted, from_json, is_finite, is_split_rule, to_json
+from penstock.ir import Plan, Trace, as_int, counted, from_json, is_finite, to_json
 from penstock.launch import ErrorPrinter
-from penstock.loss import REDUCTIONS, LossWeights, loss_module
-from penstock.planner import check_stream, staleness_lines, with_microbatches
+from penstock.loss import LossWeights, loss_module
+from penstock.planner import staleness_lines, with_microbatches
 from penstock.runtime import (
-    INPUTS,
     MAX_REDUCED,
     Agreement,
     AsyncEngine,
@@ -58,7 +66,6 @@ _CALLS = (
 _UNSCALED = float("1.0")
 """default of `scale`: an object of its own, so that a given 1.0, which may be meant for the model, differs from it"""
 _DIGITS = 12  # of a digest, so that a float holds it exactly
-LossFn = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
@@ -120,11 +127,11 @@ class Pipeline:
         granularity = Granularity(depth, basic_blocks)
         check_model_and_plan(model, plan)
         check_loss_fn(model, loss_fn)
-        _check_execution(mesh, local, parallelize_fn)
-        _check_choices(reduction, inputs, scaler, options)
+        check_execution(mesh, local, parallelize_fn)
+        check_choices(reduction, inputs, scaler, options)
         check_split(split, model)
         check_output_dims(output_dims)
-        _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
+        check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
         given_model, self._loss_fn = model, loss_fn
         model, loss_fn = split_model(model, plan, loss_fn)
         if model is not given_model and (parallelize_fn is not None or staleness is not None):
@@ -140,7 +147,10 @@ class Pipeline:
             ErrorPrinter.install(dist.get_rank())
         self._receives_batches = inputs == "first" and not groups.is_local
         self._sync = RankSync(groups)
-        choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}
+        scaling = None
+        if scaler is not None:
+            scaling = scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
+        choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": scaling}
         if staleness is not None:
             choices["staleness"] = staleness
         self.plan = plan = _agree_on_plan(model, plan, groups, self._sync, loss_fn, options, **choices)
@@ -353,9 +363,7 @@ class Pipeline:
         value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
         error = self._ambiguous("scale")
         if error is None and not is_finite(value):
-            error = RunError(
-                "scale must be a finite number", got=_shown(scale), hint="scale=1/n for n steps per update"
-            )
+            error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
         if error is not None:
             self._sync.refuse(SyncRequest("step", self.num_steps), error)
             raise error
@@ -367,7 +375,7 @@ class Pipeline:
         if error is not None:
             pass
         elif value is None or value < 1:
-            error = RunError("budget_tokens must be a whole number, 1 or more", got=_shown(budget_tokens))
+            error = RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens))
         elif return_outputs:
             hint = "return_outputs=False, or leave out budget_tokens"
             error = RunError("budget_tokens does not combine with return_outputs: samples are reordered", hint=hint)
@@ -515,7 +523,13 @@ class Pipeline:
             )
         limit, power = check_clipping(max_norm, norm_type)
         request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
-        scale = self._scale(request)
+        scale = 1.0
+        if self._loss_head.scaler is not None:
+            try:
+                scale = self._loss_head.scaler.scale_of(self.parameters())
+            except RunError as error:
+                self._sync.refuse(request, error)
+                raise
         # A parameter that several ranks have is counted by one of them and scaled by all.
         gradients, copies = self._part.owned_gradients()
         norm = global_norm(self._sync, request, gradients, power, copies) / scale
@@ -598,16 +612,6 @@ class Pipeline:
     def num_replicas(self) -> int:
         """The number of copies of the pipeline, which train on different samples."""
         return self._part.groups.num_replicas
-
-    def _scale(self, request: SyncRequest) -> float:
-        """The factor by which gradients are currently scaled."""
-        if self._loss_head.scaler is None:
-            return 1.0
-        try:
-            return self._loss_head.scaler.scale_of(self.parameters())
-        except RunError as error:
-            self._sync.refuse(request, error)
-            raise
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, tied ones once: for an optimizer.
@@ -794,40 +798,6 @@ def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
         yield f"reduction of the loss: {reduction}"
 
 
-def _check_staleness(
-    staleness: object,
-    optimizer: object,
-    plan: Plan,
-    scaler: object,
-    inputs: str,
-    parallelize_fn: object,
-    options: RunOptions,
-) -> None:
-    """Refuse what an asynchronous pipeline does not combine with."""
-    example = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
-    if staleness is None:
-        if optimizer is not None:
-            hint = 'staleness="stash", or optimizer.step() after pipe.step()'
-            raise RunError("only an asynchronous pipeline takes an optimizer", hint=hint)
-        return
-    if not isinstance(staleness, str):
-        raise RunError(
-            "staleness must be one of the three modes", got=_shown(staleness), hint='"stash", "2bw" or "predict"'
-        )
-    check_stream(plan, staleness)
-    if optimizer is None:
-        raise RunError("staleness needs an optimizer: weights are updated inside step", hint=example)
-    refused = {
-        "a scaler, which needs the gradients of all stages before an update": scaler is not None,
-        'inputs="first"': inputs != "all",
-        "parallelize_fn": parallelize_fn is not None,
-        'nonfinite="skip": other stages may have applied the batch already': options.nonfinite == "skip",
-    }
-    for name, is_given in refused.items():
-        if is_given:
-            raise RunError(f"staleness does not combine with {name}", staleness=staleness, hint="leave out one of them")
-
-
 def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
     """The user's parallelize_fn as a function of one stage; it is passed the mesh if it takes two arguments."""
     if parallelize_fn is None:
@@ -838,12 +808,6 @@ def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callab
         parameter for parameter in parameters if parameter.kind in kinds and parameter.default is parameter.empty
     ]
     return parallelize_fn if len(required) < 2 else lambda stage: parallelize_fn(stage, mesh)
-
-
-def _scaler_settings(scaler: GradScaler | None) -> tuple[float, ...] | None:
-    if scaler is None:
-        return None
-    return scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
 
 
 def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> ProcessGroups:
@@ -857,17 +821,6 @@ def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> Proc
     if mesh is not None:
         return ProcessGroups.of_mesh(mesh, plan.num_ranks, deadline_seconds)
     return ProcessGroups.of_world(plan.num_ranks, deadline_seconds)
-
-
-def check_model_and_plan(model: object, plan: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlanError("model must be a torch.nn.Module", got=_shown(model), hint="Pipeline(model, plan)")
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "plan must be a Plan",
-            got=_shown(plan),
-            hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
-        )
 
 
 def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[nn.Module, LossFn | None]:
@@ -892,82 +845,6 @@ def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[n
         return shard_vocabulary(model, head, num_shards, loss_fn), None
     except AttributeError:
         raise PlanError("the plan is for another model", module=head, hint="plan this model") from None
-
-
-def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
-    """Refuse a loss_fn that is not a function, or whose target the model's forward takes as well."""
-    if loss_fn is None:
-        return
-    if isinstance(loss_fn, type):
-        hint = f"an instance: loss_fn={loss_fn.__name__}()"
-        raise RunError("loss_fn must be a function, got a class", got=loss_fn.__name__, hint=hint)
-    if not callable(loss_fn):
-        hint = "torch.nn.functional.mse_loss, or any function of output and target"
-        raise RunError("loss_fn must be a function", got=_shown(loss_fn), hint=hint)
-    if "target" in inspect.signature(model.forward).parameters:
-        raise RunError(
-            "both a loss_fn and the model's forward take the target",
-            model=type(model).__name__,
-            hint="leave out loss_fn if the model returns its loss, or rename the parameter of its forward",
-        )
-
-
-def _check_execution(mesh: object, local: object, parallelize_fn: object) -> None:
-    """Check mesh, local and parallelize_fn."""
-    if not isinstance(local, bool):
-        raise RunError("local must be True or False", got=_shown(local))
-    if mesh is not None and local:
-        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
-        raise RunError("mesh must be a DeviceMesh", got=_shown(mesh), hint=hint)
-    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and "tp" in names and mesh["tp"].size() > 1:
-        hint = "a parallelize_fn that calls parallelize_module(stage, mesh['tp'], ...), or an axis 'dp' of replicas"
-        raise RunError("an axis 'tp' needs a parallelize_fn, which splits the stages along it", hint=hint)
-    if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
-        hint = "a function of a stage, or of a stage and the mesh"
-        raise RunError("parallelize_fn must be a function", got=_shown(parallelize_fn), hint=hint)
-
-
-def _check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
-    """Check reduction, inputs, scaler and options."""
-    _check_choice("reduction", reduction, (None, *REDUCTIONS))
-    _check_choice("inputs", inputs, INPUTS)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise RunError("scaler must be a GradScaler", got=_shown(scaler), hint="penstock.GradScaler()")
-    if not isinstance(options, RunOptions):
-        raise RunError("options must be RunOptions", got=_shown(options), hint="penstock.RunOptions(seed=1)")
-
-
-def check_split(split: object, model: nn.Module) -> None:
-    """Refuse a split that names no argument of the model or gives no rule."""
-    if split is None:
-        return
-    if not isinstance(split, Mapping):
-        raise RunError("split must be a dict from argument names to rules", got=_shown(split), hint=SPLIT_HINT)
-    parameters = inspect.signature(model.forward).parameters
-    takes_any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for name, rule in split.items():
-        if not isinstance(name, str):
-            raise RunError("split must name arguments by strings", got=repr(name), hint=SPLIT_HINT)
-        if not is_split_rule(rule):
-            raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
-        if not takes_any_name and name.split(".")[0] not in (*parameters, "target"):
-            known = ", ".join((*parameters, "target"))
-            raise RunError("split must name arguments of the model", name=repr(name), hint=f"one of {known}")
-
-
-def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
-    if not (given is None or isinstance(given, str)) or given not in choices:
-        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
-        raise RunError(f"unknown {name}", got=_shown(given), hint=hint)
-
-
-def _shown(value: object) -> str:
-    """A value in one short line, with its type."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _agree_on_plan(

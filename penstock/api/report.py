@@ -9,7 +9,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from penstock.api.planning import simulate
+from penstock.api.simulation import simulate
 from penstock.errors import PenstockError, ViewError
 from penstock.ir import Cluster, Plan, Program, Run, Schedule, StageCosts, Trace, to_json, write_atomic
 from penstock.passes import lower

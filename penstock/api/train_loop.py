@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.api.pipeline import Pipeline
 from penstock.api.step_logs import StepLogs
 from penstock.api.train_options import TrainOptions
+from penstock.batches import Microbatch
 from penstock.capture import is_inexact
 from penstock.checkpoint import (
     Batches,
@@ -35,7 +36,7 @@ from penstock.errors import CheckpointError, PenstockWarning, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace, named_leaves
 from penstock.launch import StopRequest, catch_stop_signals
 from penstock.planner import SlowRankAdvisor
-from penstock.runtime import GradScaler, checksum
+from penstock.runtime import checksum
 
 MAX_SKIPPED = 3  # consecutive skipped steps that end the training
 _NUM_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
@@ -346,7 +347,11 @@ class _Loop:
             if scaler is None:
                 optimizer.step()
             else:
-                skipped = _scaled_update(scaler, optimizer)
+                scale, num_skipped = scaler.scale, scaler.skipped
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.skipped > num_skipped:
+                    skipped = f"gradients overflow at a loss scale of {scale:g}"
         samples = sum(size_of(call)[0] for call in group)
         metrics = StepMetrics(self._step, loss, time.perf_counter() - began, samples, norm, lr)
         # A scale that is found by halving it overflows several times; below 1 the gradients themselves are too large.
@@ -354,8 +359,8 @@ class _Loop:
             metrics, result.trace, skipped, counts=bool(skipped) and (scaler is None or scaler.scale < 1)
         )
 
-    def _share(self, call: StepCall, is_compared: bool) -> StepCall:
-        """The samples of this replica."""
+    def _share(self, call: StepCall, is_compared: bool) -> StepCall | Microbatch:
+        """The samples of this replica. Those of different ranks are compared first if `is_compared`."""
         pipe = self._pipe
         if pipe.num_replicas == 1:
             return call
@@ -365,8 +370,7 @@ class _Loop:
             if largest != -smallest:
                 hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"
                 raise RunError("all replicas must be given the same batch, of which each takes a share", hint=hint)
-        part = pipe.share(*call.args, target=call.target, **self._budget, **call.kwargs)
-        return StepCall(part.args, part.kwargs, part.target)
+        return pipe.share(*call.args, target=call.target, **self._budget, **call.kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast(self._options.precision, self._pipe.device.type)
@@ -404,14 +408,6 @@ class _Loop:
 
     def _request_stop(self) -> None:
         self._is_stopped = True
-
-
-def _scaled_update(scaler: GradScaler, optimizer: Any) -> str:
-    """Step the optimizer unless gradients overflowed, and update the scale; returns why the step was skipped."""
-    scale, num_skipped = scaler.scale, scaler.skipped
-    scaler.step(optimizer)
-    scaler.update()
-    return f"gradients overflow at a loss scale of {scale:g}" if scaler.skipped > num_skipped else ""
 
 
 class _Log:
@@ -473,15 +469,10 @@ def _report(
     usual = statistics.median(metrics.seconds for metrics in steps[1:] or steps)
     eta = None if num_steps is None else (num_steps - steps[-1].step - 1) * usual
     trace = outcome.trace
-    makespan = 0.0 if trace is None else trace.makespan
+    makespan, seconds = (0.0, ()) if trace is None else (trace.makespan, trace.stage_seconds)
+    slowest = max(enumerate(seconds), key=lambda item: item[1], default=(0, 0.0))
     shown = tuple(note for note in notes if note)
-    return StepReport(steps[-1], num_steps, tokens, makespan, _slowest(trace), memory, eta, outcome.skipped, shown)
-
-
-def _slowest(trace: Trace | None) -> tuple[int, float]:
-    """The stage whose passes took longest together."""
-    seconds = () if trace is None else trace.stage_seconds
-    return max(enumerate(seconds), key=lambda item: item[1], default=(0, 0.0))
+    return StepReport(steps[-1], num_steps, tokens, makespan, slowest, memory, eta, outcome.skipped, shown)
 
 
 def _peak_bytes(device: torch.device) -> int:

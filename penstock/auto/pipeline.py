@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.api.pipeline import Pipeline, check_split
-from penstock.api.planning import simulate
+from penstock.api.arguments import LossFn, check_split
+from penstock.api.pipeline import Pipeline
+from penstock.api.simulation import simulate
 from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.planning import example_of, plan_of, schedule_name
 from penstock.batches import Split
@@ -20,7 +21,6 @@ from penstock.ir import Schedule, Trace, as_int, counted, html_page, is_finite, 
 from penstock.runtime import Result, RunOptions
 from penstock.views import Timeline
 
-LossFn = Callable[[Any, Any], Tensor]
 _LOG = logging.getLogger(__name__)
 _BUILD_HINT = "AutoPipeline(config).build(model, loss_fn=...)"
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.api.pipeline import Pipeline
-from penstock.api.plan import plan, plan_together
+from penstock.api.plan import plan
+from penstock.api.plan_together import plan_together
 from penstock.capture import dtype_name
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.errors import PenstockError

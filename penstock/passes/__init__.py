@@ -43,10 +43,19 @@ __all__ = [
 def lower(
     schedule: Schedule | Program, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES
 ) -> Program:
-    """Run the passes, given by name or as records with options, in the order of the table.
+    """Add sends, receives, reductions and frees: run passes in the order of the table.
 
-    `cuts` are the edges between stages; None: every stage reads the one before it. A Program keeps its order: messages
-    that the cuts do not need are left out, and only reductions, shard moves and frees are added if it has none of them.
+    Args:
+        schedule: a Schedule; a Program keeps its order: messages that the cuts do not need are left out, and only
+            reductions, shard moves and frees are added if it has none of them
+        cuts: which stage reads which; None: every stage reads the previous one
+        passes: the passes to run, by name or as records with options
+
+    Returns:
+        The program.
+
+    Raises:
+        ScheduleError: if the order cannot be lowered
     """
     if not isinstance(schedule, Schedule | Program):
         raise ScheduleError("lower must be given a Schedule or a Program", got=type(schedule).__name__)

@@ -44,13 +44,20 @@ _CONTEXT = 4
 """actions shown before and after the blocked one"""
 
 
-def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None:
-    """Raise a ScheduleError that names the actions, unless the orders are complete, legal and free of deadlock.
+def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = None) -> None:
+    """Prove that an order is complete, legal and deadlock-free.
 
     An order without any backward, which is for evaluation, is complete if it has all forwards.
 
-    `in_flight`: the most (stage, microbatch) that one rank may hold between forward and last gradient.
+    Args:
+        schedule_or_program: the order of every rank
+        in_flight: the most pairs of stage and microbatch that a rank may hold between forward and last gradient;
+            None: any number
+
+    Raises:
+        ScheduleError: if it is not; it names the actions
     """
+    subject = schedule_or_program
     if not isinstance(subject, Schedule | Program):
         raise ScheduleError("verify must be given a Schedule or a Program", got=type(subject).__name__)
     if in_flight is not None and (as_int(in_flight) is None or in_flight < 0):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.api.planning import schedule, simulate
+from penstock.api.simulation import schedule, simulate
 from penstock.errors import FormatError, PartitionError, PlanError, RunError
 from penstock.ir import (
     Backward,

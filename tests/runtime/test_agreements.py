@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.api.planning import lower, schedule
+from penstock import lower, schedule
 from penstock.ir import Crossing, TensorSpec, Value
 from penstock.runtime import Agreement, first_difference
 

@@ -1,13 +1,10 @@
-"""schedule, lower, verify and simulate; nothing here imports torch."""
-
-from collections.abc import Sequence
+"""schedule and simulate: an order by its name, and the predicted trace of a step. Does not load torch."""
 
 from penstock import schedules
 from penstock.errors import ScheduleError
 from penstock.ir import (
     MAX_STAGES,
     Cluster,
-    Cuts,
     Placement,
     Plan,
     Program,
@@ -17,9 +14,7 @@ from penstock.ir import (
     as_int,
     parse_bytes,
 )
-from penstock.passes import DEFAULT_PASSES, Pass
-from penstock.passes import lower as lower_schedule
-from penstock.passes import verify as verify_orders
+from penstock.passes import lower
 from penstock.planner import AUTO, ScheduleProblem, simulate_stream, synthesise
 from penstock.simulate import simulate as simulate_program
 
@@ -90,7 +85,7 @@ def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None
     if costs is None:
         raise ScheduleError("a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)")
     _check_bytes(costs, limit)
-    trace = simulate_program(lower_schedule(built), costs)
+    trace = simulate_program(lower(built), costs)
     peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
     if max(peaks) > limit:
         raise ScheduleError(
@@ -105,39 +100,6 @@ def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None
 def _check_bytes(costs: StageCosts, limit: int) -> None:
     if not any(costs.activation_bytes) and not any(state.total for state in costs.state):
         raise ScheduleError("a memory limit needs bytes", limit=limit, hint="costs with activation_bytes and state")
-
-
-def lower(
-    schedule: Schedule | Program, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES
-) -> Program:
-    """Add sends, receives, reductions and frees.
-
-    Args:
-        schedule: a Schedule; a Program keeps its order and its messages
-        cuts: which stage reads which; None: every stage reads the previous one
-        passes: names or functions of the passes to apply, in order
-
-    Returns:
-        The program.
-
-    Raises:
-        ScheduleError: if the order cannot be lowered
-    """
-    return lower_schedule(schedule, cuts=cuts, passes=passes)
-
-
-def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = None) -> None:
-    """Prove that an order is complete, legal and deadlock-free.
-
-    Args:
-        schedule_or_program: the order of every rank
-        in_flight: the most pairs of stage and microbatch that a rank may hold between forward and last gradient;
-            None: any number
-
-    Raises:
-        ScheduleError: if it is not; it names the actions
-    """
-    verify_orders(schedule_or_program, in_flight=in_flight)
 
 
 def simulate(
@@ -173,12 +135,12 @@ def simulate(
             costs = on.costs_on_ranks(costs, program.schedule.placement, program.cuts)
         return simulate_stream(program, staleness, batches, costs, cluster)
     if isinstance(program, Plan):
-        lowered, cluster = lower_schedule(program.orders, cuts=program.cuts), cluster or program.cluster
+        lowered, cluster = lower(program.orders, cuts=program.cuts), cluster or program.cluster
         if costs is None:
             return simulate_program(lowered, program.costs_on(cluster), cluster)
         program = lowered
     elif isinstance(program, Schedule):
-        program = lower_schedule(program)
+        program = lower(program)
     elif not isinstance(program, Program):
         raise ScheduleError("program must be a Plan, a Program or a Schedule", got=type(program).__name__)
     if cluster is not None:

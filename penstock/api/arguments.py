@@ -1,0 +1,137 @@
+"""Checks of the arguments of `Pipeline`, most of which `plan` and `check` take too."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import PlanError, RunError
+from penstock.ir import SPLIT_HINT, Plan, is_split_rule
+from penstock.loss import REDUCTIONS
+from penstock.planner import check_stream
+from penstock.runtime import INPUTS, GradScaler, RunOptions
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+def check_model_and_plan(model: object, plan: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError("model must be a torch.nn.Module", got=shown(model), hint="Pipeline(model, plan)")
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "plan must be a Plan",
+            got=shown(plan),
+            hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
+        )
+
+
+def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
+    """Refuse a loss_fn that is not a function, or whose target the model's forward takes as well."""
+    if loss_fn is None:
+        return
+    if isinstance(loss_fn, type):
+        hint = f"an instance: loss_fn={loss_fn.__name__}()"
+        raise RunError("loss_fn must be a function, got a class", got=loss_fn.__name__, hint=hint)
+    if not callable(loss_fn):
+        hint = "torch.nn.functional.mse_loss, or any function of output and target"
+        raise RunError("loss_fn must be a function", got=shown(loss_fn), hint=hint)
+    if "target" in inspect.signature(model.forward).parameters:
+        raise RunError(
+            "both a loss_fn and the model's forward take the target",
+            model=type(model).__name__,
+            hint="leave out loss_fn if the model returns its loss, or rename the parameter of its forward",
+        )
+
+
+def check_execution(mesh: object, local: object, parallelize_fn: object) -> None:
+    """Check mesh, local and parallelize_fn."""
+    if not isinstance(local, bool):
+        raise RunError("local must be True or False", got=shown(local))
+    if mesh is not None and local:
+        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
+        raise RunError("mesh must be a DeviceMesh", got=shown(mesh), hint=hint)
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and "tp" in names and mesh["tp"].size() > 1:
+        hint = "a parallelize_fn that calls parallelize_module(stage, mesh['tp'], ...), or an axis 'dp' of replicas"
+        raise RunError("an axis 'tp' needs a parallelize_fn, which splits the stages along it", hint=hint)
+    if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
+        hint = "a function of a stage, or of a stage and the mesh"
+        raise RunError("parallelize_fn must be a function", got=shown(parallelize_fn), hint=hint)
+
+
+def check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
+    """Check reduction, inputs, scaler and options."""
+    _check_choice("reduction", reduction, (None, *REDUCTIONS))
+    _check_choice("inputs", inputs, INPUTS)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise RunError("scaler must be a GradScaler", got=shown(scaler), hint="penstock.GradScaler()")
+    if not isinstance(options, RunOptions):
+        raise RunError("options must be RunOptions", got=shown(options), hint="penstock.RunOptions(seed=1)")
+
+
+def check_split(split: object, model: nn.Module) -> None:
+    """Refuse a split that names no argument of the model or gives no rule."""
+    if split is None:
+        return
+    if not isinstance(split, Mapping):
+        raise RunError("split must be a dict from argument names to rules", got=shown(split), hint=SPLIT_HINT)
+    parameters = inspect.signature(model.forward).parameters
+    takes_any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name, rule in split.items():
+        if not isinstance(name, str):
+            raise RunError("split must name arguments by strings", got=repr(name), hint=SPLIT_HINT)
+        if not is_split_rule(rule):
+            raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
+        if not takes_any_name and name.split(".")[0] not in (*parameters, "target"):
+            known = ", ".join((*parameters, "target"))
+            raise RunError("split must name arguments of the model", name=repr(name), hint=f"one of {known}")
+
+
+def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
+    if not (given is None or isinstance(given, str)) or given not in choices:
+        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+        raise RunError(f"unknown {name}", got=shown(given), hint=hint)
+
+
+def check_staleness(
+    staleness: object,
+    optimizer: object,
+    plan: Plan,
+    scaler: object,
+    inputs: str,
+    parallelize_fn: object,
+    options: RunOptions,
+) -> None:
+    """Refuse what an asynchronous pipeline does not combine with."""
+    example = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
+    if staleness is None:
+        if optimizer is not None:
+            hint = 'staleness="stash", or optimizer.step() after pipe.step()'
+            raise RunError("only an asynchronous pipeline takes an optimizer", hint=hint)
+        return
+    if not isinstance(staleness, str):
+        raise RunError(
+            "staleness must be one of the three modes", got=shown(staleness), hint='"stash", "2bw" or "predict"'
+        )
+    check_stream(plan, staleness)
+    if optimizer is None:
+        raise RunError("staleness needs an optimizer: weights are updated inside step", hint=example)
+    refused = {
+        "a scaler, which needs the gradients of all stages before an update": scaler is not None,
+        'inputs="first"': inputs != "all",
+        "parallelize_fn": parallelize_fn is not None,
+        'nonfinite="skip": other stages may have applied the batch already': options.nonfinite == "skip",
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise RunError(f"staleness does not combine with {name}", staleness=staleness, hint="leave out one of them")
+
+
+def shown(value: object) -> str:
+    """A value in one short line, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
