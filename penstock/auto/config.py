@@ -73,7 +73,13 @@ class AutoPipelineConfig:
 
     def __post_init__(self) -> None:
         self._check_meshes()
-        self._check_sizes()
+        for field in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
+            value = getattr(self, field)
+            if (as_int(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
+                raise PlanError(f"{field} must be a whole number, 1 or more", got=repr(value))
+        if self.pp_batch_size % self.pp_microbatch_size:
+            sizes = {"pp_batch_size": self.pp_batch_size, "pp_microbatch_size": self.pp_microbatch_size}
+            raise PlanError("the batch size must be a multiple of the microbatch size", **sizes)
         self._check_choices()
         Granularity(self.depth, self.basic_blocks)
 
@@ -159,15 +165,6 @@ class AutoPipelineConfig:
         for field, value in given.items():
             assert self.moe_mesh is not None
             _check_axes(self.moe_mesh, "moe_mesh", field, (value,) if isinstance(value, str) else tuple(value))
-
-    def _check_sizes(self) -> None:
-        for field in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
-            value = getattr(self, field)
-            if (as_int(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
-                raise PlanError(f"{field} must be a whole number, 1 or more", got=repr(value))
-        if self.pp_batch_size % self.pp_microbatch_size:
-            sizes = {"pp_batch_size": self.pp_batch_size, "pp_microbatch_size": self.pp_microbatch_size}
-            raise PlanError("the batch size must be a multiple of the microbatch size", **sizes)
 
     def _check_choices(self) -> None:
         name, csv = self.pp_schedule, self.pp_schedule_csv

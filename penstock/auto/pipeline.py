@@ -185,7 +185,12 @@ class AutoPipeline:
             This AutoPipeline.
         """
         config = self.config
-        self._check_build(model, parallelize_fn)
+        if not isinstance(model, nn.Module):
+            raise PlanError("model must be a torch.nn.Module", got=type(model).__name__)
+        for field in ("moe_mesh", "tp_axis_name", "cp_axis_name", "ep_axis_name", "ep_shard_axis_names"):
+            if parallelize_fn is None and getattr(config, field) is not None:
+                hint = f"build(model, parallelize_fn=...), or leave out {field}"
+                raise PlanError(f"{field} needs a parallelize_fn, which it is passed to", hint=hint)
         if config.device is not None and any(parameter.is_meta for parameter in model.parameters()):
             hint = "device=None: the weights are made when a state dict is loaded"
             raise PlanError("a model on the meta device cannot be moved to a device", device=config.device, hint=hint)
@@ -232,16 +237,6 @@ class AutoPipeline:
         schedule = TrainingSchedule(title, pipeline, cache, takes_logits)
         self.info = PipelineInfo.of(schedule, parts)
         return self
-
-    def _check_build(self, model: object, parallelize_fn: object) -> None:
-        if not isinstance(model, nn.Module):
-            raise PlanError("model must be a torch.nn.Module", got=type(model).__name__)
-        if parallelize_fn is not None:
-            return
-        for field in ("moe_mesh", "tp_axis_name", "cp_axis_name", "ep_axis_name", "ep_shard_axis_names"):
-            if getattr(self.config, field) is not None:
-                hint = f"build(model, parallelize_fn=...), or leave out {field}"
-                raise PlanError(f"{field} needs a parallelize_fn, which it is passed to", hint=hint)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
         """Forward and backward of one batch, called on every rank.

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from penstock.checkpoint import CONFIG, DTYPES, LOSS_STATE, CheckpointReader, ModelNames, match_names
 from penstock.errors import CheckpointError
@@ -24,7 +23,10 @@ def export(checkpoint: CheckpointReader, out: Path, config: Path | None = None) 
     names = ModelNames(frozenset(model.state_dict()), checkpoint.manifest.tied, ignored=(LOSS_STATE,))
     sources = match_names(checkpoint.tensors.names, names)
     with torch.device("meta"):
-        state, _ = checkpoint.tensors.read(sources, _meta_tensors(checkpoint, sources))
+        # Tensors of the shapes and dtypes in the checkpoint, into whose place those of the files are put.
+        records = {name: checkpoint.manifest.tensors[names[0]] for name, names in sources.items()}
+        empty = {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}
+        state, _ = checkpoint.tensors.read(sources, empty)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(out)
@@ -60,9 +62,3 @@ def _meta_model(values: dict[str, Any]) -> Any:
             return kind(config)
     except Exception as error:
         raise CheckpointError("cannot build the model of this configuration", model=name, reason=error) from None
-
-
-def _meta_tensors(checkpoint: CheckpointReader, sources: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
-    """Meta tensors with the shape and dtype that each tensor has in the checkpoint."""
-    records = {name: checkpoint.manifest.tensors[names[0]] for name, names in sources.items()}
-    return {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}

@@ -62,7 +62,7 @@ class PipelineModel(nn.Module):
             outputs = self._outputs(forward_pass.outputs)
             if not torch.is_grad_enabled():
                 return outputs
-            leaves = transform(outputs, _leaf)
+            leaves = transform(outputs, _autograd_leaf)
             self._calls.append((forward_pass, leaves))
             # Copies, because the loss may be changed in place, which is not allowed for leaves.
             return transform(leaves, _copied)
@@ -120,7 +120,7 @@ class PipelineModel(nn.Module):
             return getattr(super().__getattr__("model"), name)  # such as config, device and dtype
 
 
-def _leaf(value: object) -> object:
+def _autograd_leaf(value: object) -> object:
     is_differentiable = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_differentiable else value  # type: ignore[attr-defined]
 

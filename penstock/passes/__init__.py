@@ -1,4 +1,8 @@
-"""Lowering of a Schedule to a Program, one pass per file, and `verify`, which proves a Program legal."""
+"""Lowering of a Schedule to a Program, one pass per file, and `verify`, which proves a Program legal.
+
+base.py is the contract of a pass. The passes, in the order in which they run: add_transfers.py, hoist_receives.py,
+add_reductions.py, add_shard_moves.py, add_frees.py. verification.py has `verify`, with the proof in its docstring.
+"""
 
 from collections.abc import Sequence
 from typing import cast

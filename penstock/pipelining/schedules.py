@@ -59,7 +59,11 @@ class _Step:
     keeps_outputs: bool
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
+    num_samples: int | None
+    """of the inputs of this rank; None if they do not show it"""
     targets: tuple[Microbatch, ...] | None = None
+    target_rows: list[int] = field(default_factory=list)
+    """the different numbers of rows of the tensors in the target"""
     losses: list[Tensor] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -173,7 +177,8 @@ class _PipelineSchedule:
             RunError: if the step failed on any rank, or ranks made different calls
             ScheduleError: if the orders cannot be run
         """
-        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, self._has_backward)
+        given = _StepArguments(args, kwargs, target, losses, return_outputs, loss_kwargs or {})
+        return self._run(given, self._has_backward)
 
     def eval(
         self,
@@ -197,18 +202,10 @@ class _PipelineSchedule:
         Returns:
             That of `step`.
         """
-        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, False)
+        given = _StepArguments(args, kwargs, target, losses, return_outputs, loss_kwargs or {})
+        return self._run(given, False)
 
-    def _run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        losses: list[Any] | None,
-        keeps_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-        is_training: bool,
-    ) -> Any:
+    def _run(self, given: _StepArguments, is_training: bool) -> Any:
         engine = self._started_engine()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         request = SyncRequest("step" if is_training else "eval", number)
@@ -217,7 +214,6 @@ class _PipelineSchedule:
             # A step that failed may have left losses.
             self._loss.end()
         with watch_step(engine.groups.monitor, number, is_training):
-            given = _StepArguments(args, kwargs, target, losses, keeps_outputs, loss_kwargs or {})
             program, step, shapes = self._begin(request, engine, given, last, is_training)
             if self._loss is not None and step.targets is not None:
                 self._loss.begin(step.targets, is_training, given.loss_kwargs)
@@ -238,10 +234,10 @@ class _PipelineSchedule:
                     if earlier is not None:
                         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         if self._loss is not None:
-            if losses is not None and self._loss.losses:
-                losses[:] = [self._loss.losses[index] for index in range(self._n_microbatches)]
+            if given.losses is not None and self._loss.losses:
+                given.losses[:] = [self._loss.losses[index] for index in range(self._n_microbatches)]
             self._loss.end()
-        if last is None or not keeps_outputs:
+        if last is None or not given.keeps_outputs:
             return None
         # Not part of the step: if merging fails, the gradients of all ranks are complete.
         return merge_chunks([step.outputs[index] for index in range(self._n_microbatches)], self._output_merge_spec)
@@ -254,54 +250,63 @@ class _PipelineSchedule:
         last: PipelineStage | None,
         is_training: bool,
     ) -> tuple[Program, _Step, Hashable]:
-        """Split the inputs and agree with all ranks on the step; an error of one rank is raised on all ranks.
+        """Split the batch and agree with all ranks on the step; an error of one rank is raised on all ranks.
 
         Returns the program, the step, and a key that is equal for steps in which all ranks send values of the same
         shapes.
         """
-        count, is_first = self._n_microbatches, any(stage.is_first for stage in self._stages)
+        count = self._n_microbatches
         try:
             if is_training and not torch.is_grad_enabled():
                 raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
             program = self._program(is_training)
             self._check_arguments(given, last, is_training)
-            # As in torch, arguments by position are those of the first stage; others receive their inputs.
-            own_args = given.args if is_first else ()
-            specs = self._args_chunk_spec if is_first else None
-            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
-                own_args, given.kwargs, count, specs, self._kwargs_chunk_spec if given.kwargs else None
-            )
-            for stage in self._stages:
-                for parts in zip(arg_mbs, kwarg_mbs, strict=True) if stage.is_first else ():
-                    stage.check_microbatch(*parts)
-            step = _Step(is_training, given.keeps_outputs, arg_mbs, kwarg_mbs, losses=given.losses)
-            samples = num_samples(own_args, specs) or num_samples(given.kwargs, self._kwargs_chunk_spec)
-            rows: list[int] = []
-            if last is not None and given.target is not None and self._loss is not None:
-                # The number of samples may be known only on another rank. Splitting evenly finds all other errors.
-                step.targets, rows = split_target(given.target, None, count), target_rows(given.target)
-                if len(rows) >= MAX_CONTENT:
-                    problem = f"the tensors of a target must have at most {MAX_CONTENT - 1} different numbers of rows"
-                    raise RunError(problem, got=len(rows), hint="tensors with one row per sample")
+            step = self._split(given, last, is_training)
             digest = self._digest(step)
         except Exception as error:
             own_error = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
             raise engine.refuse(request, own_error) from error.__cause__
         # Only the first stage is given all samples; a rank without them must not affect the maximum.
-        maxes = (float(samples) if is_first and samples is not None else -float("inf"),)
+        has_samples = step.num_samples is not None and any(stage.is_first for stage in self._stages)
+        maxes = (float(step.num_samples or 0) if has_samples else -float("inf"),)
         agreement = Agreement.of_step(program, [], f"{request.name} on {count} microbatches")
-        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest, *rows)))
+        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest, *step.target_rows)))
         contents = [result.content(rank) for rank in range(engine.groups.num_ranks)]
         all_samples = result.maxes[0]
-        uneven = [int(number) for _, *rest in contents for number in rest if all_samples > 0 and number % all_samples]
+        uneven = [int(number) for _, *rows in contents for number in rows if all_samples > 0 and number % all_samples]
         if uneven:
             problem = "the target must have the same number of rows for every sample of the inputs"
             error = RunError(problem, samples=int(all_samples), rows=", ".join(map(str, uneven)))
             error.is_shared = True
             raise error
-        if all_samples > 0 and any(number != all_samples for number in rows):
+        if all_samples > 0 and any(number != all_samples for number in step.target_rows):
             step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
         return program, step, tuple(digest for digest, *_ in contents)
+
+    def _split(self, given: _StepArguments, last: PipelineStage | None, is_training: bool) -> _Step:
+        """Split the inputs and the target of this rank into microbatches.
+
+        The target is split into even parts: the number of samples may be known only on another rank. That finds all
+        errors but uneven numbers of rows.
+        """
+        count, is_first = self._n_microbatches, any(stage.is_first for stage in self._stages)
+        # As in torch, arguments by position are those of the first stage; others receive their inputs.
+        own_args = given.args if is_first else ()
+        specs = self._args_chunk_spec if is_first else None
+        arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
+            own_args, given.kwargs, count, specs, self._kwargs_chunk_spec if given.kwargs else None
+        )
+        for stage in self._stages:
+            for parts in zip(arg_mbs, kwarg_mbs, strict=True) if stage.is_first else ():
+                stage.check_microbatch(*parts)
+        samples = num_samples(own_args, specs) or num_samples(given.kwargs, self._kwargs_chunk_spec)
+        step = _Step(is_training, given.keeps_outputs, arg_mbs, kwarg_mbs, samples, losses=given.losses)
+        if last is not None and given.target is not None and self._loss is not None:
+            step.targets, step.target_rows = split_target(given.target, None, count), target_rows(given.target)
+            if len(step.target_rows) >= MAX_CONTENT:
+                problem = f"the tensors of a target must have at most {MAX_CONTENT - 1} different numbers of rows"
+                raise RunError(problem, got=len(step.target_rows), hint="tensors with one row per sample")
+        return step
 
     def _check_arguments(self, given: _StepArguments, last: PipelineStage | None, is_training: bool) -> None:
         """Raise a RunError if this rank cannot run a step with its arguments."""

@@ -1,4 +1,8 @@
-"""Schedules by name: (ranks, microbatches, costs) -> Schedule, one per file, all in the table SCHEDULES."""
+"""Schedules by name: (ranks, microbatches, costs) -> Schedule, one per file, all in the table SCHEDULES.
+
+base.py is the contract; gpipe.py and one_f_one_b.py are the simplest members. Shared by members: weight_filling.py
+moves weight gradients into gaps, vee_blocks.py builds V schedules from the passes of one microbatch.
+"""
 
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule, StageCosts, find_named

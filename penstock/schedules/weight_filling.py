@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.errors import CostError
 from penstock.ir import (
     Kind,
     Orders,
@@ -31,11 +30,7 @@ _PATIENCE = (0.0, 0.5, 1.0)
 
 
 def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
-    """The fastest of the schedule and its variants with weight gradients moved."""
-    if costs.num_stages != schedule.num_stages:
-        raise CostError(
-            "costs must have the same number of stages", costs=costs.num_stages, schedule=schedule.num_stages
-        )
+    """The fastest of the schedule and its variants with weight gradients moved; the costs are of its stages."""
     costs.check_microbatches(schedule.num_microbatches)
     actions = _action_table(schedule, costs)
     variants = (schedule, *(_GreedyFill(schedule, actions, patience).run() for patience in _PATIENCE))
