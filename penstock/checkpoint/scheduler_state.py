@@ -1,4 +1,10 @@
-"""Learning-rate scheduler state. Each rank has a scheduler over the groups of its own optimizer."""
+"""Learning-rate scheduler state. Each rank has a scheduler over the parameter groups of its own optimizer.
+
+The state of a scheduler has values of the whole training, such as `last_epoch`, and lists with one entry per group,
+such as `base_lrs`. Loaded with the same plan, each rank gets the state that it saved. A rank of another plan has other
+parameters, and maybe another number of groups: it gets the values of the training, which must be equal in all saved
+states, and its lists are rebuilt from the groups of its restored optimizer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +15,8 @@ from penstock.runtime import FindTensor, decode_tree
 _OPTION_OF = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """per-group lists of torch's schedulers, and the option of a group that usually has the same value"""
 _INNER = "_schedulers"
-_RESIZABLE_LISTS = (*_OPTION_OF, _INNER, "_milestones", "lr_lambdas")
+"""the key of the states of inner schedulers"""
+_KNOWN_LISTS = (*_OPTION_OF, _INNER, "_milestones", "lr_lambdas")
 """lists that do not depend on the number of groups, or can be rebuilt for another number"""
 
 
@@ -39,12 +46,11 @@ class SavedSchedulers:
         groups = [] if optimizer is None else optimizer.param_groups
         state, counts = self.of_rank(0), {len(document["rates"]) for document in self._documents}
         same_count = counts == {len(groups)} or not groups
-        # Ranks of another plan have other groups. If the base learning rates are those of the groups, they are taken
-        # from the groups of the restored optimizer; the rest of the state must be the same on all ranks that saved it.
-        if groups and all(_follows_groups(document["state"], document["rates"]) for document in self._documents):
-            rest = [_without_groups(document["state"]) for document in self._documents]
-            if all(other == rest[0] for other in rest) and (same_count or not _has_unknown_lists(state)):
-                return lambda: _for_groups(state, groups)
+        # Lists can be rebuilt only if the base learning rates were those of the groups, which the optimizer restores.
+        if groups and all(_has_rates_of_groups(document["state"], document["rates"]) for document in self._documents):
+            rest = [_without_group_lists(document["state"]) for document in self._documents]
+            if all(other == rest[0] for other in rest) and (same_count or not _has_other_lists(state)):
+                return lambda: _with_lists_of(state, groups)
         elif same_count and all(document == self._documents[0] for document in self._documents):
             return lambda: state
         raise CheckpointError(
@@ -61,32 +67,32 @@ def _inner(state: Any) -> list[Any]:
     return inner if isinstance(inner, list) else []
 
 
-def _follows_groups(state: Any, rates: list[Any]) -> bool:
+def _has_rates_of_groups(state: Any, rates: list[Any]) -> bool:
     """Whether the base learning rates are those of the groups, so that they can be taken from other groups."""
     base_rates = state.get("base_lrs", rates) if isinstance(state, Mapping) else rates
-    return bool(base_rates == rates) and all(_follows_groups(inner, rates) for inner in _inner(state))
+    return bool(base_rates == rates) and all(_has_rates_of_groups(inner, rates) for inner in _inner(state))
 
 
-def _without_groups(state: Any) -> Any:
+def _without_group_lists(state: Any) -> Any:
     """The state without per-group lists, to compare ranks that have different groups."""
     if isinstance(state, list):
-        return [_without_groups(item) for item in state]
+        return [_without_group_lists(item) for item in state]
     if not isinstance(state, Mapping):
         return state
     lambdas = {"lr_lambdas": None} if not any(state.get("lr_lambdas") or ()) else {}
     kept = {name: value for name, value in state.items() if name not in _OPTION_OF} | lambdas
-    return {name: _without_groups(value) for name, value in kept.items()}
+    return {name: _without_group_lists(value) for name, value in kept.items()}
 
 
-def _has_unknown_lists(state: Any) -> bool:
+def _has_other_lists(state: Any) -> bool:
     """Whether the state has lists that may be per group and cannot be rebuilt for other groups."""
     if not isinstance(state, Mapping):
         return False
-    is_unknown = any(isinstance(value, list | tuple) and name not in _RESIZABLE_LISTS for name, value in state.items())
-    return is_unknown or any(state.get("lr_lambdas") or ()) or any(map(_has_unknown_lists, _inner(state)))
+    is_unknown = any(isinstance(value, list | tuple) and name not in _KNOWN_LISTS for name, value in state.items())
+    return is_unknown or any(state.get("lr_lambdas") or ()) or any(map(_has_other_lists, _inner(state)))
 
 
-def _for_groups(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+def _with_lists_of(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     """The state with its per-group lists rebuilt from the options of other groups."""
     if not isinstance(state, Mapping):
         return state
@@ -98,5 +104,5 @@ def _for_groups(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     if "lr_lambdas" in state and not any(state["lr_lambdas"]):
         rebuilt["lr_lambdas"] = [None] * len(groups)
     if _inner(state):
-        rebuilt[_INNER] = [_for_groups(inner, groups) for inner in _inner(state)]
+        rebuilt[_INNER] = [_with_lists_of(inner, groups) for inner in _inner(state)]
     return {**state, **rebuilt}

@@ -27,11 +27,17 @@ from penstock.views.drawing import (
 )
 from penstock.views.palette import FAINT, IDLE, INK, MARK, PAPER, RULE, STAGE_COLORS, mix, stage_color
 
+# Lengths in pixels: the edge of the picture, and where boxes begin below the title.
 MARGIN, TOP = 14.0, 62.0
+# Font sizes.
 SIZE, SMALL = 11.0, 9.5
+# Heights of the box of a module, of a slim box, and of a line of text at the left of a box.
 BLOCK, GLUE, TAG = 36.0, 20.0, 13.0
+# Between boxes; at the top and the bottom of a stage; per line of tensors between stages.
 GAP, BAND_HEAD, BAND_FOOT, CUT_LINE = 24.0, 22.0, 17.0, 13.0
+# The width of the vertical line of one skip, and of all of them.
 LANE, MAX_LANES_WIDTH = 9.0, 500.0
+# Widths of boxes, of the texts at their left, and of the picture.
 NARROWEST, WIDEST, WIDEST_TAGS, LEAST_WIDTH = 270.0, 470.0, 280.0, 560.0
 STACK = 6.0
 """height of the edges below a box that stands for several parts"""
@@ -64,7 +70,11 @@ class Model(View[Staged, str]):
 
 
 class _Layout:
-    """One column of boxes, tags at its left and skips at its right."""
+    """One column of boxes, tags at its left and skips at its right.
+
+    A place is the index of a part in `condensed.parts`; that of the outputs comes after all parts. A tag names an input
+    of a box. A skip is a connection that does not go to the next box; it runs in a lane, a vertical line.
+    """
 
     def __init__(self, condensed: CondensedGraph) -> None:
         self.condensed = condensed

@@ -1,5 +1,10 @@
 """Cuts into runs for placements with several stages per rank, so that the sums per rank are even.
 
+A run is the consecutive atoms of one stage. Boundaries are the places where runs begin and end, from 0 to the number of
+atoms: run s is from `bounds[s]` to `bounds[s + 1]`. What a run costs its rank are its *charges*: seconds of work,
+seconds of messages if they take time, and bytes if memory is limited. The *totals* of a rank are the sums over its
+runs.
+
 Boundaries are shifted, one or several at a time, while that relieves the busiest rank: moving all boundaries from one
 to another by about the same weight takes from one stage and gives to a stage far away, while the stages in between
 stay as heavy as they are. A branch and bound search completes this for few atoms, and an exact test of limits
@@ -357,6 +362,8 @@ def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple
     within = limit_test(placement, added, slowness)
     if within is None:
         return bounds, low
+    # No cut has a load below `low`; the best boundaries have `high`. `granted` is the least limit that the test grants:
+    # it may be below `high`, because the runs of the test may be empty, and items that they share cost nothing.
     high = granted = table.key(bounds).busiest
     for _ in range(_TRIALS):
         if granted <= low * (1 + 1e-9):

@@ -99,6 +99,11 @@ def limit_test(placement: Placement, added: Floats, slowness: Floats) -> LimitTe
 
 
 def _fit_vee(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+    """Boundaries of runs on a vee that keep the limit.
+
+    From outside in: after some ranks, `right[left]` is the leftmost right end for a left end, and `gap` the weight
+    between the two, inf if the left end cannot be reached. The limit is kept if the two meet after the last rank.
+    """
     places = np.arange(len(added))
     right, gap = np.full_like(places, places[-1]), np.where(places == 0, added[-1], np.inf)
     steps: list[tuple[float, Ints]] = []
@@ -131,6 +136,11 @@ def _fit_vee(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
 
 
 def _fit_loop(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+    """Boundaries of runs on a loop that keep the limit.
+
+    After some ranks, `end[half, first]` is the farthest end in the second half, which begins at `half`, if the first
+    half is used up to `first`; -1 if that cannot be reached.
+    """
     places = np.arange(len(added))
     # A row per place where the second half begins, a column per end in the first half: the end in the second half.
     end = np.where(places[None, :] == 0, places[:, None], -1)
