@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.ir import bytes_text, seconds_text
 from penstock.launch import launch, num_cores
 
-_TESTED_PYTHON, _TESTED_TORCH = (3, 11), (2, 13)
+_TESTED_PYTHON, _TESTED_TORCH = "3.11", "2.13"
 _MIN_MEMORY = 2 * 2**30
 _RANKS = 2
 _REDUCED_BYTES = 4 * 2**20
@@ -28,8 +27,8 @@ def diagnosis(timeout: float = 30.0) -> Iterator[Finding]:
     The last ones start two processes; as a rank of a launch, they connect to the other ranks instead, for at most
     `timeout` seconds.
     """
-    yield _python()
-    yield _torch()
+    yield _version("python", platform.python_version(), _TESTED_PYTHON, "Python 3.11")
+    yield _version("torch", torch.__version__, _TESTED_TORCH, "pip install torch==2.13.0")
     yield _backends()
     yield _cores()
     yield _memory()
@@ -41,18 +40,10 @@ def diagnosis(timeout: float = 30.0) -> Iterator[Finding]:
         yield from _loopback()
 
 
-def _python() -> Finding:
-    finding = Finding("python", platform.python_version())
-    if sys.version_info[:2] == _TESTED_PYTHON:
-        return finding
-    return finding._replace(warning="not the version that penstock is tested with", hint="Python 3.11")
-
-
-def _torch() -> Finding:
-    finding = Finding("torch", torch.__version__)
-    if tuple(map(int, torch.__version__.split(".")[:2])) == _TESTED_TORCH:
-        return finding
-    return finding._replace(warning="not the version that penstock is tested with", hint="pip install torch==2.13.0")
+def _version(name: str, installed: str, tested: str, hint: str) -> Finding:
+    if installed.split(".")[:2] == tested.split("."):
+        return Finding(name, installed)
+    return Finding(name, installed, "not the version that penstock is tested with", hint)
 
 
 def _backends() -> Finding:

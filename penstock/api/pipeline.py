@@ -365,8 +365,7 @@ class Pipeline:
         if error is None and not is_finite(value):
             error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
         if error is not None:
-            self._sync.refuse(SyncRequest("step", self.num_steps), error)
-            raise error
+            self._refuse("step", error)
         return float(value)  # type: ignore[arg-type]
 
     def _checked_budget(self, call: str, budget_tokens: object, return_outputs: bool) -> int:
@@ -382,8 +381,7 @@ class Pipeline:
         elif self._staleness is not None:
             error = RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens")
         if error is not None:
-            self._sync.refuse(SyncRequest(call, self.num_steps), error)
-            raise error
+            self._refuse(call, error)
         assert value is not None
         return value
 
@@ -429,8 +427,7 @@ class Pipeline:
         for name, is_given in refused.items():
             if is_given:
                 error = RunError(f"forward does not combine with {name}", hint="pipe.step(...), or another Pipeline")
-                self._sync.refuse(SyncRequest("forward", self.num_steps), error)
-                raise error
+                self._refuse("forward", error)
         number, dims = self.num_steps, self._dims_of_outputs(output_dims)
         result, sizes = self._engine.forward((args, kwargs, None), number, dims)
         self.num_steps += 1
@@ -468,8 +465,12 @@ class Pipeline:
         elif not isinstance(losses, list):
             error = RunError("losses must be a list, which is filled", got=type(losses).__name__, hint="losses=[]")
         if error is not None:
-            self._sync.refuse(SyncRequest(call, self.num_steps), error)
-            raise error
+            self._refuse(call, error)
+
+    def _refuse(self, call: str, error: RunError) -> NoReturn:
+        """Raise an error of the arguments of a call, on every rank."""
+        self._sync.refuse(SyncRequest(call, self.num_steps), error)
+        raise error
 
     def drain(self) -> Trace | None:
         """Finish all batches in flight in an asynchronous pipeline, so that every result is known; a collective call.

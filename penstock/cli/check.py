@@ -12,13 +12,13 @@ from penstock.cli.models import HF, NO_EXAMPLE, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import BAD_INPUT, RUN_FAILED, echo, failed, print_json
 from penstock.cli.show import sizes_line
-from penstock.cli.simulate import prove
+from penstock.cli.simulate import proven_orders
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError, FormatError, NoLossError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.api.check import ParityReport
-    from penstock.ir import Comparison, Program, Schedule
+    from penstock.ir import Comparison
 
 File = Annotated[Path, Argument(metavar="FILE", help="CSV, text or JSON of a schedule, program, trace or plan.")]
 InFlight = Annotated[int | None, Option(metavar="N", help="Maximum (stage, microbatch) pairs that a rank may hold.")]
@@ -48,11 +48,15 @@ def check(
     A schedule is proven as it is and as the program that it is lowered to. With --model, one step of the plan, with all
     ranks in this process, is compared with the unsplit model: loss, gradients and buffers.
     """
+    import penstock
+
     if model is None and (example != NO_EXAMPLE or depth or block):
         raise PenstockError("--batch, --sequence, --weights, --depth and --block need --model", hint="--model hf:NAME")
     try:
         record = read_record(file)
-        orders = _prove(record, in_flight)
+        is_plan = isinstance(record, penstock.Plan)
+        lowered = penstock.lower(record.orders, cuts=record.cuts) if is_plan else record
+        orders = proven_orders(lowered, "the file has nothing to prove", in_flight)
     except PenstockError as error:
         if not as_json:
             raise
@@ -78,21 +82,6 @@ def check(
         echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
     if report and not report.ok:
         raise failed("the plan does not reproduce the unsplit model", RUN_FAILED)
-
-
-def _prove(record: Any, in_flight: int | None) -> "Schedule | Program":
-    """Prove and return the orders of a record."""
-    import penstock
-    from penstock.ir import Plan, Trace
-
-    orders = record.program if isinstance(record, Trace) else record
-    if isinstance(record, Plan):
-        orders = penstock.lower(record.orders, cuts=record.cuts)
-    if not isinstance(orders, penstock.Schedule | penstock.Program):
-        hint = "a schedule, program, trace or plan"
-        raise FormatError("the file has nothing to prove", got=type(record).__name__, hint=hint)
-    prove(orders, in_flight)
-    return orders
 
 
 def _compare(record: Any, model: str, example: Example, granularity: dict[str, Any]) -> "ParityReport":

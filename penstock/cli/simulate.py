@@ -98,7 +98,7 @@ def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
 def simulate_file(path: Path, times: Times) -> Simulated:
     """Prove and simulate the order of a file, as `check`, `show` and `plan` read it."""
     import penstock
-    from penstock.ir import Plan, Trace
+    from penstock.ir import Plan
 
     record = read_record(path)
     if isinstance(record, Plan):
@@ -106,12 +106,7 @@ def simulate_file(path: Path, times: Times) -> Simulated:
             hint = f"penstock simulate {path}"
             raise PenstockError("costs and links must not be given: the plan has them", file=path, hint=hint)
         return Simulated(path.name, record.schedule, penstock.simulate(record))
-    orders = record.program if isinstance(record, Trace) else record
-    if not isinstance(orders, penstock.Schedule | penstock.Program):
-        hint = "a schedule, program, trace or plan"
-        raise FormatError("the file has no order to simulate", got=type(record).__name__, hint=hint)
-    prove(orders)
-    program = penstock.lower(orders)
+    program = penstock.lower(proven_orders(record, "the file has no order to simulate"))
     return Simulated(path.name, program.schedule, simulate_program(program, times))
 
 
@@ -120,6 +115,18 @@ def simulate_program(program: "Program", times: Times) -> "Trace":
     import penstock
 
     return penstock.simulate(program, times.costs(program.placement), times.cluster(program.num_ranks))
+
+
+def proven_orders(record: Any, problem: str, in_flight: int | None = None) -> "Schedule | Program":
+    """Prove and return the order of a schedule, program or trace; any other record is refused with the problem."""
+    import penstock
+
+    orders = record.program if isinstance(record, penstock.Trace) else record
+    if not isinstance(orders, penstock.Schedule | penstock.Program):
+        hint = "a schedule, program, trace or plan"
+        raise FormatError(problem, got=type(record).__name__, hint=hint)
+    prove(orders, in_flight)
+    return orders
 
 
 def prove(orders: "Schedule | Program", in_flight: int | None = None) -> None:
