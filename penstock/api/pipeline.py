@@ -774,29 +774,26 @@ class Pipeline:
     def describe(self) -> str:
         """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
         cuts = Cuts()((self.plan.graph, self.plan.partition))
-        lines = [str(self.plan), "", cuts, "", *_describe_part(self._part, self._loss_head.reduction)]
+        lines = [str(self.plan), "", cuts, ""]
+        part, groups = self._part, self._part.groups
+        position = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
+        lines.append(f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters")
+        if groups.num_replicas > 1:
+            lines.append(f"replica {groups.replica} of {groups.num_replicas}")
+        if groups.tensor_ranks > 1:
+            lines.append(f"tensor-parallel rank {groups.pipeline % groups.tensor_ranks} of {groups.tensor_ranks}")
+        for shared in part.tied.tied:
+            ranks = ", ".join(map(str, shared.ranks))
+            lines.append(f"{shared.name} is used on ranks {ranks}: its gradients are summed")
+        for index, stage in part.stages.items():
+            if note := stage.split_backward_note:
+                lines.append(f"stage {index} does a full backward where the schedule splits it: {note}")
+        lines.append(f"recordings of the model: {part.captured.num_recordings}")
+        if self._loss_head.reduction:
+            lines.append(f"reduction of the loss: {self._loss_head.reduction}")
         if self._staleness is not None:
             lines += ["", *staleness_lines(self.plan, self._staleness)]
         return "\n".join(lines)
-
-
-def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
-    """The stages of this process and how they are trained, line by line."""
-    groups = part.groups
-    position = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
-    yield f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
-    if groups.num_replicas > 1:
-        yield f"replica {groups.replica} of {groups.num_replicas}"
-    if groups.tensor_ranks > 1:
-        yield f"tensor-parallel rank {groups.pipeline % groups.tensor_ranks} of {groups.tensor_ranks}"
-    for shared in part.tied.tied:
-        yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
-    for index, stage in part.stages.items():
-        if stage.split_backward_note:
-            yield f"stage {index} does a full backward where the schedule splits it: {stage.split_backward_note}"
-    yield f"recordings of the model: {part.captured.num_recordings}"
-    if reduction:
-        yield f"reduction of the loss: {reduction}"
 
 
 def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:

@@ -76,7 +76,9 @@ def _synthesised_seconds(plan: Plan) -> float | None:
 def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
     """The same batch in twice as many microbatches."""
     count = 2 * plan.num_microbatches
-    if _num_samples(plan) % 2 == 0:
+    # Samples of a microbatch, from its first input; 1 if unknown.
+    shapes = [value.spec.shape for value in plan.graph.inputs if value.spec.shape]
+    if (shapes[0][0] if shapes else 1) % 2 == 0:
         with suppress(PenstockError):
             halved = with_microbatches(replace(plan, costs=_scaled(plan.costs, 0.5)), count)
             if not halved.cluster.limits or _within(halved.predicted.peaks, halved.cluster.limits):
@@ -144,12 +146,6 @@ def _fits(plan: Plan, trace: Trace) -> bool:
 
 def _within(peaks: tuple[int, ...], limits: tuple[int, ...]) -> bool:
     return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-
-def _num_samples(plan: Plan) -> int:
-    """Samples of a microbatch, from its first input; 1 if unknown."""
-    shapes = [value.spec.shape for value in plan.graph.inputs if value.spec.shape]
-    return shapes[0][0] if shapes else 1
 
 
 def _scaled(costs: StageCosts, factor: float) -> StageCosts:

@@ -50,8 +50,22 @@ def schedule(
     if str(name).lower() == AUTO:
         return _synthesise(ranks, microbatches, stages_per_rank, costs, memory)
     built = schedules.build(name, ranks, microbatches, stages_per_rank, costs)
-    if memory is not None:
-        _check_memory(built, costs, parse_bytes(memory))
+    if memory is None:
+        return built
+    if costs is None:
+        raise ScheduleError("a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)")
+    limit = parse_bytes(memory)
+    _check_bytes(costs, limit)
+    trace = simulate_program(lower(built), costs)
+    peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
+    if max(peaks) > limit:
+        raise ScheduleError(
+            "the schedule does not fit in memory",
+            rank=peaks.index(max(peaks)),
+            peak_bytes=max(peaks),
+            limit=limit,
+            hint="v_half or v_min, which hold fewer activations, or more microbatches of smaller size",
+        )
     return built
 
 
@@ -79,22 +93,6 @@ def _synthesise(
     cluster = Cluster(ranks, memory)
     results = [synthesise(ScheduleProblem.of(costs, placement, microbatches, cluster)) for placement in placements]
     return min(results, key=lambda result: result.seconds).best.schedule
-
-
-def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None:
-    if costs is None:
-        raise ScheduleError("a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)")
-    _check_bytes(costs, limit)
-    trace = simulate_program(lower(built), costs)
-    peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
-    if max(peaks) > limit:
-        raise ScheduleError(
-            "the schedule does not fit in memory",
-            rank=peaks.index(max(peaks)),
-            peak_bytes=max(peaks),
-            limit=limit,
-            hint="v_half or v_min, which hold fewer activations, or more microbatches of smaller size",
-        )
 
 
 def _check_bytes(costs: StageCosts, limit: int) -> None:
