@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import IO, TYPE_CHECKING
 
 import typer
 
+from penstock.api.train_options import TrainOptions
 from penstock.errors import CaptureError, CheckpointError, FitError, PartitionError, PenstockError, RunError
 
 if TYPE_CHECKING:
@@ -25,28 +27,9 @@ _MAX_MESSAGE = 20_000  # of a longer message, such as an error of the user's cod
 
 # Hints are written for Python ("ranks=2"); these arguments have a command-line option, most of the same name.
 _FLAGS = {
-    **{
-        name: name
-        for name in (
-            "ranks",
-            "microbatches",
-            "stages_per_rank",
-            "forward",
-            "input_grad",
-            "weight_grad",
-            "latency",
-            "overlap",
-            "activation_bytes",
-            "in_flight",
-            "depth",
-            "steps",
-            "clip",
-            "accumulate",
-            "warmup",
-            "eval_every",
-            "budget_tokens",
-        )
-    },
+    **{field.name: field.name for field in fields(TrainOptions)},
+    **{name: name for name in ("ranks", "microbatches", "stages_per_rank", "in_flight", "depth")},
+    **{name: name for name in ("forward", "input_grad", "weight_grad", "latency", "overlap", "activation_bytes")},
     "budget_seconds": "budget",
     "basic_blocks": "block",
 }
@@ -105,8 +88,6 @@ def echo(text: str = "", *, end: str = "\n", file: "IO[str] | None" = None, err:
 
 def print_view(view: "RichView[Subject]", subject: "Subject") -> None:
     """Print a view, in colour on a terminal and as plain text in a pipe."""
-    import re
-
     from rich.console import Console
 
     console = Console()
