@@ -58,9 +58,9 @@ class Launched(NamedTuple):
         return f"{self.host}, local rank {self.local_rank}, {self.device}, {software}"
 
 
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched() -> bool:
     """Whether a launcher set any of the variables, complete or not."""
-    return any(name in environment for name in VARIABLES)
+    return any(name in os.environ for name in VARIABLES)
 
 
 def check_variables(environment: Mapping[str, str], num_devices: int) -> Iterator[Finding]:

@@ -318,7 +318,7 @@ def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "
 # ------------------------------------------------------------------------------------------------ the user's functions
 
 
-def _batches_from(data: UserFunction, number: int, device: Any = None) -> Iterator[Any]:
+def _batches_from(data: UserFunction, number: int, device: Any) -> Iterator[Any]:
     """The batches from a number on: passed as `start` if the data function takes it, else the first are skipped.
 
     With a device, their tensors are moved there.

@@ -136,7 +136,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
-def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], None] = lambda _: None) -> SelfTest:
+def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], None]) -> SelfTest:
     """Run all parts on `ranks` processes, each with a device of that type.
 
     Raises:

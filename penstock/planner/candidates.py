@@ -258,7 +258,7 @@ def _depth(options: PlanOptions) -> int | None:
     return stages // ranks
 
 
-def _divide(name: str, problem: Problem, is_mixed: bool = False, joins_light: bool = False) -> Division:
+def _divide(name: str, problem: Problem, joins_light: bool, is_mixed: bool = False) -> Division:
     """Divides a problem; with `joins_light`, no stage consists of light nodes only, unless only that is possible."""
     if joins_light and (groups := light_groups(problem)):
         with suppress(PartitionError):
@@ -328,7 +328,7 @@ def _cut(
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:
-            division = _divide(given, problem, is_mixed=True, joins_light=joins_light)
+            division = _divide(given, problem, joins_light, is_mixed=True)
         except PartitionError:
             if problem.cluster.limits:
                 continue  # the cuts that ignore memory are there in any case
