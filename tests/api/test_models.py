@@ -1,4 +1,4 @@
-"""The doors from a model to its stages work as API.md writes them."""
+"""capture, split, explain and generate_code work as API.md writes them."""
 
 import torch
 

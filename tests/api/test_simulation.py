@@ -1,4 +1,4 @@
-"""The planning doors, called as the documentation of the public surface writes them."""
+"""schedule, lower, verify and simulate, called as the documentation of the public surface writes them."""
 
 import subprocess
 import sys
