@@ -1,12 +1,16 @@
 """Tables of results, each compared with its target."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Line:
-    """Figures to show and the one that counts; `at_least` says on which side of the target it must be."""
+    """Figures to show and the one that counts; `at_least` says on which side of the target it must be.
+
+    An infinite target, which every value meets, is none: the figures are reported only.
+    """
 
     cells: tuple[str, ...]
     value: float
@@ -21,6 +25,8 @@ class Line:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells, the target and the verdict."""
+        if math.isinf(self.target):
+            return (*self.cells, "none", "")
         sign = ">=" if self.at_least else "<="
         return (*self.cells, f"{sign} {self.target:,g}", "PASS" if self.passes else "FAIL")
 

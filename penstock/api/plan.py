@@ -93,8 +93,10 @@ def plan(
     device: str | DeviceSpeed | None = None,
     devices: int | None = None,
     tensor_parallel: int | str = 1,
+    sequence_parallel: bool = False,
     optimizer: str | None = None,
     precision: str | None = None,
+    shard_optimizer: bool = False,
     budget_seconds: float = 10.0,
     depth: int | None = None,
     basic_blocks: Sequence[str | type] = (),
@@ -133,9 +135,13 @@ def plan(
         devices: instead of `ranks`, a number of devices: replicas x pipeline ranks are searched too, the example is the
             batch of all replicas, and `microbatches` must be "auto"; `plan.search.layouts` has all divisions
         tensor_parallel: with `devices`, over how many of them `parallelize_fn` splits each layer; "auto": 1, 2, 4 or 8
+        sequence_parallel: with `tensor_parallel`, values between blocks are split over its ranks too, as Megatron does;
+            stages of a Pipeline exchange whole values
         optimizer: "adamw", "adam8bit", "sgd", "muon" or "none": its state counts in memory; None: no state
         precision: "bf16" or "fp16": two-byte parameters have master weights and optimizer state in float32; None,
             "fp32" or "pure-bf16": state has the dtype of the parameters
+        shard_optimizer: every replica holds a part of the optimizer's state and of the master weights, as in ZeRO stage
+            1, for instance with torch's ZeroRedundancyOptimizer
         budget_seconds: seconds for measuring and searching, approximately
         depth: as in `capture`: how deep modules are opened
         basic_blocks: as in `capture`: modules that stay whole
@@ -160,6 +166,8 @@ def plan(
     if devices is None and tensor_parallel != 1:
         hint = "devices=64, the number of all devices"
         raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)
+    if sequence_parallel and tensor_parallel == 1:
+        raise PlanError("sequence_parallel must be given with tensor_parallel", hint="tensor_parallel=8")
     # Clusters of the divisions are made later.
     cluster = _ranks_of(mesh, ranks if devices is None else 1)
     is_measured = device is None and speed is None and profile is None
@@ -177,7 +185,11 @@ def plan(
         recompute,
         budget_seconds,
         TrainingState.named(optimizer, precision),
+        shard_optimizer,
     )
+    if shard_optimizer and devices is None and options.cluster.replicas.count == 1:
+        hint = "devices=64, a mesh with replicas, or Cluster(..., replicas=Replicas(4))"
+        raise PlanError("shard_optimizer must be given with replicas", hint=hint)
     granularity = Granularity(depth, basic_blocks)
     if target is not None:
         if loss_fn is None:
@@ -194,7 +206,7 @@ def plan(
     if vocabulary_shards is None:
         if devices is not None:
             preset = find_device(device)[1] if isinstance(device, str) else None
-            return _plan_devices(examples, options, devices, tensor_parallel, preset)
+            return _plan_devices(examples, options, devices, tensor_parallel, sequence_parallel, preset)
         found = _plan_examples(examples, options, profile, start)
     else:
         if devices is not None or profile is not None:
@@ -303,7 +315,12 @@ def _on_device(
 
 
 def _plan_devices(
-    examples: "Examples", options: PlanOptions, devices: int, tensor_parallel: int | str, preset: Device | None
+    examples: "Examples",
+    options: PlanOptions,
+    devices: int,
+    tensor_parallel: int | str,
+    sequence_parallel: bool,
+    preset: Device | None,
 ) -> Plan:
     """Searches replicas x pipeline ranks x tensor parallelism, with microbatches of 1, 2 and 4 samples."""
     count = as_int(devices)
@@ -330,8 +347,9 @@ def _plan_devices(
         pool = DevicePool(count, pool.memory, *links, _PER_NODE, peak)
     budget = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
     budget = max(budget, _MIN_DEVICES_SHARE * options.budget_seconds)
+    options = replace(options, budget_seconds=budget)
     with progress("planning") as update:
-        found = search_devices(measured, replace(options, budget_seconds=budget), pool, samples, degrees, update)
+        found = search_devices(measured, options, pool, samples, degrees, update, sequence_parallel=sequence_parallel)
     found = replace(found, split=tuple(examples.rules.items()))
     _LOG.info("plan: %s", found)
     return found

@@ -102,6 +102,13 @@ class Machine:
         str,
         Option(metavar="T", help='With --devices: devices that share the tensors of a layer, or "auto": 1, 2, 4 or 8.'),
     ] = "1"
+    sequence_parallel: Annotated[
+        bool,
+        Option(
+            "--sequence-parallel",
+            help="With --tensor-parallel: values between blocks are split too, as in Megatron.",
+        ),
+    ] = False
     global_batch: Annotated[
         int | None, Option(min=1, metavar="N", help="Samples of all replicas, for --devices and an hf: model.")
     ] = None
@@ -184,6 +191,8 @@ class Machine:
         from penstock.ir import Replicas
 
         cluster, speed = self.cluster(options.ranks), self.speed
+        if self.sequence_parallel and self.tensor_parallel == "1":
+            raise PlanError("--sequence-parallel must be given with --tensor-parallel", hint="--tensor-parallel 8")
         if self.devices is None:
             if self.tensor_parallel != "1":
                 hint = "--devices 64, the number of all devices"
@@ -203,6 +212,7 @@ class Machine:
             "device": self.device,
             "speed": speed if self.device is None else None,  # a preset has a speed of its own
             "tensor_parallel": _number_or_auto("tensor-parallel", self.tensor_parallel),
+            "sequence_parallel": self.sequence_parallel,
         }
 
 
@@ -220,6 +230,10 @@ class StateFlags:
             help="fp32, bf16, fp16 (with master weights) or pure-bf16; a model without weights is converted to it.",
         ),
     ] = None
+    shard_optimizer: Annotated[
+        bool,
+        Option("--shard-optimizer", help="With --devices: replicas share the optimizer's state, as in ZeRO stage 1."),
+    ] = False
 
     @classmethod
     def of_training(cls, optimizer: str) -> "StateFlags":
@@ -350,7 +364,11 @@ def make_plan(
     if by_module and options.vocabulary_shards is not None:
         hint = "leave out --vocabulary-shards, or train with penstock"
         raise PlanError(f"{by_module} cannot split the output layer over stages", hint=hint)
+    if state.shard_optimizer and machine.devices is None and replicas == 1:
+        hint = "--devices 64, the number of all devices"
+        raise PlanError("--shard-optimizer must be given with --devices", hint=hint)
     arguments = options.arguments | {"optimizer": state.optimizer, "precision": state.precision}
+    arguments["shard_optimizer"] = state.shard_optimizer
     if running is None:
         arguments |= machine.arguments(options, replicas, emits=bool(by_module))
     else:

@@ -366,10 +366,11 @@ class Plan:
         """What the peaks hold besides parameters, gradients and activations."""
         if self.schedule.is_forward_only:
             return ""
-        name, precision = self.training.optimizer, self.training.precision
+        name, precision, shards = self.training.optimizer, self.training.precision, self.training.optimizer_shards
         if name == "none":
             return ", without the state of an optimizer"
-        return f", with the state of {name}" + (f" in {precision}" if precision else "")
+        sharded = f" sharded over {counted(shards, 'replica')}" if shards > 1 else ""
+        return f", with the state of {name}" + (f" in {precision}" if precision else "") + sharded
 
     def _row(self, stage: int) -> tuple[str, ...]:
         nodes, costs = self.partition.stages[stage], self.costs

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import CostError
-from penstock.ir.arguments import find_named
+from penstock.ir.arguments import as_int, find_named
 from penstock.ir.graph import ITEM_BYTES, TensorSpec
 
 _FLOAT32 = 4
@@ -33,12 +33,16 @@ class TrainingState:
     """one of OPTIMIZERS"""
     precision: str | None = None
     """one of PRECISIONS; None: as the model is"""
+    optimizer_shards: int = 1
+    """replicas over which the optimizer's state and the master weights are sharded, as in ZeRO stage 1"""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise CostError("unknown optimizer", got=repr(self.optimizer), hint=f"one of {', '.join(OPTIMIZERS)}")
         if self.precision not in (None, *PRECISIONS):
             raise CostError("unknown precision", got=repr(self.precision), hint=f"one of {', '.join(PRECISIONS)}")
+        if as_int(self.optimizer_shards) is None or self.optimizer_shards < 1:
+            raise CostError("optimizer_shards must be a whole number, 1 or more", got=repr(self.optimizer_shards))
 
     @classmethod
     def named(cls, optimizer: str | None, precision: str | None = None) -> "TrainingState":
@@ -59,7 +63,7 @@ class TrainingState:
         return spec.bytes if spec.requires_grad else 0
 
     def optimizer_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of the optimizer's state for a parameter, master weights included."""
+        """Bytes of the optimizer's state for a parameter that one replica holds, master weights included."""
         if not spec.requires_grad or self.optimizer == "none":
             return 0
         size = ITEM_BYTES[spec.dtype]
@@ -68,6 +72,7 @@ class TrainingState:
         value = _FLOAT32 if has_master else size
         master = count * _FLOAT32 if has_master else 0
         if self.optimizer == "adam8bit":
-            return master + 2 * count
-        values = {"adamw": 2, "sgd": 0, "muon": 1 if len(spec.shape) > 1 else 2}[self.optimizer]
-        return master + values * value * count
+            state = 2 * count
+        else:
+            state = {"adamw": 2, "sgd": 0, "muon": 1 if len(spec.shape) > 1 else 2}[self.optimizer] * value * count
+        return -(-(master + state) // self.optimizer_shards)

@@ -308,7 +308,9 @@ def _cut(
 ) -> Iterator[StageLayout]:
     """The given stages, or the cuts of the named partitioner: for time alone and, if limited, also within memory.
 
-    Without a placement, those for the placement that the partitioner chooses.
+    Partitioners even out the work of ranks; with several stages per rank, a fast one also evens out that of stages, as
+    ranks with equal sums of unequal stages wait for each other. Without a placement, the cuts are those for the
+    placement that the partitioner chooses.
     """
     given = options.partitioner
     if not isinstance(given, str):
@@ -325,6 +327,12 @@ def _cut(
         for in_flight in sorted({1, min(count, cluster.ranks)}, reverse=True):
             problem = Problem(measured.graph, measured.profile, cluster, placement, in_flight, options.training)
             problems.append(problem)
+    even_stages: Problem | None = None
+    if placement is not None and placement.num_stages > placement.num_ranks and find_partitioner(given).is_fast:
+        slowness = cluster.slowness_of(placement) if cluster.slowness else None
+        stages = Cluster(placement.num_stages, slowness=slowness)
+        even_stages = Problem(measured.graph, measured.profile, stages, Placement.loop(placement.num_stages))
+        problems.append(even_stages)
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:
@@ -333,8 +341,12 @@ def _cut(
             if problem.cluster.limits:
                 continue  # the cuts that ignore memory are there in any case
             raise
-        cut = division.partition, division.placement
-        if cut not in seen and placement in (None, division.placement):
+        found = division.placement
+        if problem is even_stages:
+            assert placement is not None
+            found = placement
+        cut = division.partition, found
+        if cut not in seen and placement in (None, found):
             seen.add(cut)
             layout = _layout(measured, *cut, count, options, given)
             # Loops and vees are cut one by one, unless the partitioner alone chooses.

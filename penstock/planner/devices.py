@@ -98,14 +98,16 @@ def search_devices(
     samples: int,
     degrees: Sequence[int] = (1,),
     on_progress: OnProgress | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """Returns the plan of the best division; its `search.layouts` has all of them, with the reason why each lost.
 
     `measured` is by the samples of a microbatch, `samples` those of the whole batch, `degrees` those of tensor
-    parallelism. The ranks, memory and microbatches of the options are not used. Raises FitError if no division fits,
-    and PlanError if none suits the batch.
+    parallelism; `sequence_parallel` as in `split_tensors`. The ranks, memory and microbatches of the options are not
+    used. Raises FitError if no division fits, and PlanError if none suits the batch.
     """
-    return _DeviceSearch(measured, options, pool, samples, degrees, on_progress).best()
+    return _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel, on_progress).best()
 
 
 def compare_layouts(
@@ -114,74 +116,31 @@ def compare_layouts(
     pool: DevicePool,
     samples: int,
     degrees: Sequence[int] = (1,),
+    *,
+    sequence_parallel: bool = False,
 ) -> tuple[DeviceLayout, ...]:
     """Returns the layouts that `search_devices` compares, simulated, the best first; none is planned further."""
-    fitting, lost = _DeviceSearch(measured, options, pool, samples, degrees, None).compared()
+    fitting, lost = _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel).compared()
     return (*fitting, *lost)
 
 
 def predict_layout(
-    measured: Mapping[int, Measured], options: PlanOptions, pool: DevicePool, layout: DeviceLayout
+    measured: Mapping[int, Measured],
+    options: PlanOptions,
+    pool: DevicePool,
+    layout: DeviceLayout,
+    *,
+    sequence_parallel: bool = False,
 ) -> DeviceLayout:
     """Returns one layout with its predicted step; `lost` says why it has none, or does not fit."""
     samples = layout.samples * layout.microbatches * layout.replicas
-    return _DeviceSearch(measured, options, pool, samples, (layout.tensor_parallel,), None).simulated(layout)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What bounds the divisions of a model of one microbatch size and tensor-parallel degree, before it is cut."""
-
-    measured: Measured
-    options: PlanOptions
-
-    @cached_property
-    def node_seconds(self) -> NDArray[np.float64]:
-        """Forward and backward of the nodes that compute, the longest first; recomputation included if it is full."""
-        again = 1.0 if self.options.recompute == "full" else 0.0
-        found = [(1 + again) * each.forward + each.backward for each in self.measured.profile.costs]
-        return np.sort(np.array(found))[::-1]
-
-    @cached_property
-    def total(self) -> float:
-        """Seconds of all nodes."""
-        return float(self.node_seconds.sum())
-
-    def load(self, ranks: int) -> float:
-        """Seconds of a microbatch that the busiest rank has at least.
-
-        It has the mean; and of any k nodes some rank has k / ranks, rounded up.
-        """
-        count = -(-np.arange(1, len(self.node_seconds) + 1) // ranks)
-        return max(self.total / ranks, float((count * self.node_seconds).max()))
-
-    def most_stages(self, stages: int) -> int:
-        """Stages that are not light, if the mean is that of so many stages; a node is at most one."""
-        limit = LIGHT * self.total / stages
-        return int(np.minimum(self.node_seconds / limit, 1.0).sum()) if limit else len(self.node_seconds)
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state of all ranks of a pipeline."""
-        training, specs = self.options.training, [value.spec for value in self.measured.graph.parameters]
-        return sum(each.bytes + training.gradient_bytes(each) + training.optimizer_bytes(each) for each in specs)
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Gradients of all ranks of a pipeline."""
-        return sum(self.options.training.gradient_bytes(value.spec) for value in self.measured.graph.parameters)
-
-    @cached_property
-    def activation_bytes(self) -> int:
-        """Activations of one microbatch on all ranks of a pipeline, without recomputation."""
-        profile = self.measured.profile
-        if not profile.held:
-            return sum(each.memory.kept for each in profile.costs)
-        sizes, saved = dict(profile.held), {name for each in profile.costs for name in each.saved.values}
-        return sum(each.saved.own for each in profile.costs) + sum(sizes.get(name, 0) for name in saved)
+    degrees = (layout.tensor_parallel,)
+    return _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel).simulated(layout)
 
 
 class _DeviceSearch:
+    """The search in its order: all layouts, those that are simulated, and the best ones, which are planned."""
+
     def __init__(
         self,
         measured: Mapping[int, Measured],
@@ -189,47 +148,17 @@ class _DeviceSearch:
         pool: DevicePool,
         samples: int,
         degrees: Sequence[int],
-        on_progress: OnProgress | None,
+        sequence_parallel: bool,
+        on_progress: OnProgress | None = None,
     ) -> None:
         if not isinstance(options.schedule, str):
             hint = 'a name such as "1f1b", or "auto"'
             raise PlanError("schedule must be a name if devices are searched", got="orders of passes", hint=hint)
         self._measured, self._options, self._pool, self._samples = measured, options, pool, samples
-        self._degrees, self._on_progress = degrees, on_progress
-        self._works: dict[tuple[int, int], _Work] = {}
+        self._degrees, self._sequence_parallel = degrees, sequence_parallel
+        self._on_progress = on_progress
+        self._models: dict[tuple[int, int], _RankModel] = {}
         self._start = time.monotonic()
-
-    def compared(self) -> tuple[list[DeviceLayout], list[DeviceLayout]]:
-        """The layouts that fit, the fastest first, with the schedules that are tried first; and those that lost."""
-        candidates = list(self._divisions())
-        if not any(layout.microbatches for layout in candidates):
-            hint = "a batch that is a multiple of the replicas"
-            sizes = {"devices": self._pool.devices, "samples": self._samples}
-            raise PlanError("no division of the devices suits the batch", hint=hint, **sizes)
-        fitting: list[DeviceLayout] = []
-        lost = [layout for layout in candidates if layout.lost]
-        possible = [layout for layout in candidates if not layout.lost]
-        # Those that are too large by estimate are the last, the smallest first: they count only if no other fits.
-        estimates = sorted((self._excess(layout), self._estimate(layout), nth) for nth, layout in enumerate(possible))
-        end = self._start + _SHARE * self._options.budget_seconds
-        for number, (excess, estimate, nth) in enumerate(estimates):
-            layout = possible[nth]
-            least = self._work(layout).load(layout.ranks) * layout.microbatches
-            if fitting and least >= min(map(_seconds, fitting)):
-                lost.append(replace(layout, lost=f"work alone takes {seconds_text(least)}"))
-            elif fitting and excess:
-                lost.append(replace(layout, lost=f"about {bytes_text(int(excess))} per rank too large by estimate"))
-            elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
-                lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
-            else:
-                self._report()
-                layout = self.simulated(layout)
-                (lost if layout.lost else fitting).append(layout)
-        if not fitting:
-            raise self._no_fit(lost)
-        # Those with a prediction first, then those that suit the batch.
-        lost.sort(key=lambda each: (each.makespan is None, not each.microbatches, -each.replicas))
-        return sorted(fitting, key=_seconds), lost
 
     def best(self) -> Plan:
         """The plan of the best layout: the best layouts of some divisions are planned with all schedules."""
@@ -256,6 +185,40 @@ class _DeviceSearch:
         whole = self._measured[chosen.samples].graph
         return replace(plan, graph=whole, search=replace(plan.search, layouts=(chosen, *others, *lost)))
 
+    def compared(self) -> tuple[list[DeviceLayout], list[DeviceLayout]]:
+        """The layouts that fit, the fastest first, with the schedules that are tried first; and those that lost."""
+        candidates = list(self._divisions())
+        if not any(layout.microbatches for layout in candidates):
+            hint = "a batch that is a multiple of the replicas"
+            sizes = {"devices": self._pool.devices, "samples": self._samples}
+            raise PlanError("no division of the devices suits the batch", hint=hint, **sizes)
+        fitting: list[DeviceLayout] = []
+        lost = [layout for layout in candidates if layout.lost]
+        possible = [layout for layout in candidates if not layout.lost]
+        # Those that are too large by estimate are the last, the smallest first: they count only if no other fits.
+        estimates = sorted((self._excess(layout), self._estimate(layout), nth) for nth, layout in enumerate(possible))
+        end = self._start + _SHARE * self._options.budget_seconds
+        for number, (excess, estimate, nth) in enumerate(estimates):
+            layout = possible[nth]
+            least = self._model(layout).load(layout.ranks) * layout.microbatches
+            if fitting and least >= min(map(_seconds, fitting)):
+                lost.append(replace(layout, lost=f"work alone takes {seconds_text(least)}"))
+            elif fitting and excess:
+                lost.append(replace(layout, lost=f"about {bytes_text(int(excess))} per rank too large by estimate"))
+            elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
+                lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
+            else:
+                self._report()
+                layout = self.simulated(layout)
+                (lost if layout.lost else fitting).append(layout)
+        if not fitting:
+            raise self._no_fit(lost)
+        # Those with a prediction first, then those that suit the batch.
+        lost.sort(key=lambda each: (each.makespan is None, not each.microbatches, -each.replicas))
+        return sorted(fitting, key=_seconds), lost
+
+    # All layouts
+
     def _divisions(self) -> Iterator[DeviceLayout]:
         """Every layout; with a reason in `lost` if it is excluded without a simulation."""
         for degree in self._degrees:
@@ -270,8 +233,8 @@ class _DeviceSearch:
                     yield DeviceLayout(replicas, ranks, degree, 0, 0, lost=why)
                 for nth, size in enumerate(sizes):
                     plain = DeviceLayout(replicas, ranks, degree, size, self._samples // (replicas * size))
-                    work, limit = self._work(plain), self._pool.memory
-                    state, most = work.state_bytes // ranks, work.most_stages(ranks)
+                    model, limit = self._model(plain), self._pool.memory
+                    state, most = int(model.state_bytes(replicas) / ranks), model.most_stages(ranks)
                     if limit is not None and state > limit:
                         why = f"parameters, gradients and optimizer take {bytes_text(state)} of {bytes_text(limit)}"
                         # The same for all sizes.
@@ -280,7 +243,7 @@ class _DeviceSearch:
                         yield replace(plain, lost=f"only {most} stages would have work")
                     else:
                         for schedule, depth in self._orders():
-                            if depth == 1 or (ranks > 1 and work.most_stages(ranks * depth) >= ranks * depth):
+                            if depth == 1 or (ranks > 1 and model.most_stages(ranks * depth) >= ranks * depth):
                                 yield replace(plain, schedule=schedule, stages_per_rank=depth)
 
     def _orders(self) -> Iterator[tuple[str, int]]:
@@ -291,13 +254,17 @@ class _DeviceSearch:
             open_schedule = _FIRST_SCHEDULE if each == 1 else _FIRST_INTERLEAVED
             yield (open_schedule if asked == AUTO else asked), each
 
-    def _work(self, layout: DeviceLayout) -> _Work:
+    def _model(self, layout: DeviceLayout) -> "_RankModel":
+        """The model of one tensor-parallel rank, for the microbatches of the layout."""
         key = layout.samples, layout.tensor_parallel
-        if key not in self._works:
+        if key not in self._models:
             link = self._pool.link(layout.tensor_parallel)
-            split = split_tensors(self._measured[layout.samples], layout.tensor_parallel, link)
-            self._works[key] = _Work(split, self._options)
-        return self._works[key]
+            measured = self._measured[layout.samples]
+            split = split_tensors(measured, layout.tensor_parallel, link, self._sequence_parallel)
+            self._models[key] = _RankModel(split, self._options)
+        return self._models[key]
+
+    # Estimates, by which layouts are ordered
 
     def _least_peak(self, layout: DeviceLayout) -> float:
         """Bytes of the fullest rank if none recomputes and cuts are made for memory; exact for equal layers.
@@ -305,7 +272,7 @@ class _DeviceSearch:
         A rank holds state once and activations for every microbatch in flight. Of schedules other than the two that are
         compared first, one microbatch counts.
         """
-        work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
+        model, ranks, depth = self._model(layout), layout.ranks, layout.stages_per_rank
         in_flight, rank = np.ones(ranks), np.arange(ranks)
         if layout.schedule == _FIRST_SCHEDULE:
             in_flight = np.minimum(ranks - rank, layout.microbatches)
@@ -313,7 +280,7 @@ class _DeviceSearch:
             chunks = 2 * (ranks - rank - 1) + (depth - 1) * ranks + 1
             in_flight = np.minimum(chunks, layout.microbatches * depth) / depth
         # Each rank holds the same bytes if its share of the layers is 1 / (bytes that all layers would take there).
-        whole = work.state_bytes + in_flight * work.activation_bytes
+        whole = model.state_bytes(layout.replicas) + in_flight * model.activation_bytes
         return float(1 / (1 / whole).sum()) if whole.min() > 0 else 0.0
 
     def _excess(self, layout: DeviceLayout) -> float:
@@ -324,18 +291,20 @@ class _DeviceSearch:
 
     def _estimate(self, layout: DeviceLayout) -> float:
         """Seconds of a step by a formula: work, filling and draining, and the reduction of one stage."""
-        work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
+        model, ranks, depth = self._model(layout), layout.ranks, layout.stages_per_rank
         # Ranks with equal loads still wait for each other if their stages are unequal: about half of the difference.
-        load = (work.load(ranks) + depth * work.load(ranks * depth)) / 2
+        load = (model.load(ranks) + depth * model.load(ranks * depth)) / 2
         if self._options.recompute == AUTO and self._pool.memory and self._least_peak(layout) > self._pool.memory:
-            load += sum(each.forward for each in work.measured.profile.costs) / ranks
-        fill = (ranks - 1) * work.total / ranks / depth
+            load += sum(each.forward for each in model.measured.profile.costs) / ranks
+        fill = (ranks - 1) * model.total / ranks / depth
         replicas = self._pool.replicas(ranks, layout.tensor_parallel)
-        return load * layout.microbatches + fill + replicas.reduction_seconds(work.gradient_bytes / ranks / depth)
+        return load * layout.microbatches + fill + replicas.reduction_seconds(model.gradient_bytes / ranks / depth)
+
+    # Simulated layouts
 
     def simulated(self, layout: DeviceLayout) -> DeviceLayout:
         """The layout with its predicted step, or with the reason in `lost`."""
-        model, cluster = self._work(layout).measured, self._pool.pipeline(layout.ranks, layout.tensor_parallel)
+        model, cluster = self._model(layout).measured, self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         # Two periods of the schedule more than the shortest step that has a steady state.
         period, count = layout.ranks, layout.microbatches
         counts = [2 * period + count % period + each * period for each in range(3)]
@@ -377,6 +346,7 @@ class _DeviceSearch:
         return layout
 
     def _asked(self, layout: DeviceLayout, cluster: Cluster, count: int) -> PlanOptions:
+        """The options for the pipeline of a layout."""
         return replace(
             self._options,
             ranks=cluster,
@@ -387,14 +357,17 @@ class _DeviceSearch:
             budget_seconds=0.0,
         )
 
+    # Planned layouts
+
     def _planned(self, layout: DeviceLayout, budget_seconds: float) -> Plan:
         """The plan of a layout, with all schedules that the options allow."""
         cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         asked = self._asked(layout, cluster, layout.microbatches)
         asked = replace(asked, schedule=self._options.schedule, budget_seconds=budget_seconds)
-        return search({layout.microbatches: self._work(layout).measured}, asked, self._on_progress)
+        return search({layout.microbatches: self._model(layout).measured}, asked, self._on_progress)
 
     def _with_plan(self, layout: DeviceLayout, plan: Plan) -> DeviceLayout:
+        """The layout with the prediction of its plan."""
         seen = plan.predicted
         return replace(
             layout,
@@ -417,15 +390,78 @@ class _DeviceSearch:
         suited = [layout for layout in lost if layout.microbatches]
         nearest = min(suited, key=lambda layout: layout.peak or self._least_peak(layout))
         where = f"{nearest.replicas} replicas x {nearest.ranks} ranks x {nearest.tensor_parallel}"
-        more = "" if self._options.recompute == AUTO else ', or recompute="auto"'
-        hint = f"more devices or memory, a larger tensor_parallel{more}"
+        options = self._options
+        ways = ["more devices or memory", "a larger tensor_parallel"]
+        ways += ['recompute="auto"'] if options.recompute != AUTO else []
+        ways += ["shard_optimizer=True"] if options.training.optimizer != "none" and not options.shard_optimizer else []
         problem = f"no division of {self._pool.devices} devices fits; nearest, {where}: {nearest.lost}"
-        return FitError(problem, hint=hint)
+        return FitError(problem, hint=f"{', '.join(ways[:-1])}, or {ways[-1]}")
 
     def _report(self) -> None:
         if self._on_progress is not None:
             whole = 1000 * self._options.budget_seconds
             self._on_progress(round(min(whole, 1000 * (time.monotonic() - self._start))), round(whole))
+
+
+@dataclass(frozen=True)
+class _RankModel:
+    """The model of one tensor-parallel rank for one microbatch size, and bounds of its divisions before it is cut."""
+
+    measured: Measured
+    options: PlanOptions
+
+    @cached_property
+    def node_seconds(self) -> NDArray[np.float64]:
+        """Forward and backward of the nodes that compute, the longest first; recomputation included if it is full."""
+        again = 1.0 if self.options.recompute == "full" else 0.0
+        found = [(1 + again) * each.forward + each.backward for each in self.measured.profile.costs]
+        return np.sort(np.array(found))[::-1]
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of all nodes."""
+        return float(self.node_seconds.sum())
+
+    def load(self, ranks: int) -> float:
+        """Seconds of a microbatch that the busiest rank has at least.
+
+        It has the mean; and of any k nodes some rank has k / ranks, rounded up.
+        """
+        count = -(-np.arange(1, len(self.node_seconds) + 1) // ranks)
+        return max(self.total / ranks, float((count * self.node_seconds).max()))
+
+    def most_stages(self, stages: int) -> int:
+        """Stages that are not light, if the mean is that of so many stages; a node is at most one."""
+        limit = LIGHT * self.total / stages
+        return int(np.minimum(self.node_seconds / limit, 1.0).sum()) if limit else len(self.node_seconds)
+
+    def state_bytes(self, replicas: int) -> float:
+        """Parameters, gradients and optimizer state of all ranks of a pipeline that has that many replicas."""
+        optimizer = self._optimizer_bytes / (replicas if self.options.shard_optimizer else 1)
+        return self._parameter_bytes + self.gradient_bytes + optimizer
+
+    @cached_property
+    def _parameter_bytes(self) -> int:
+        return sum(value.spec.bytes for value in self.measured.graph.parameters)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Gradients of all ranks of a pipeline."""
+        return sum(self.options.training.gradient_bytes(value.spec) for value in self.measured.graph.parameters)
+
+    @cached_property
+    def _optimizer_bytes(self) -> int:
+        whole = replace(self.options.training, optimizer_shards=1)
+        return sum(whole.optimizer_bytes(value.spec) for value in self.measured.graph.parameters)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Activations of one microbatch on all ranks of a pipeline, without recomputation."""
+        profile = self.measured.profile
+        if not profile.held:
+            return sum(each.memory.kept for each in profile.costs)
+        sizes, saved = dict(profile.held), {name for each in profile.costs for name in each.saved.values}
+        return sum(each.saved.own for each in profile.costs) + sum(sizes.get(name, 0) for name in saved)
 
 
 def _seconds(layout: DeviceLayout) -> float:

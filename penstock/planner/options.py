@@ -50,6 +50,8 @@ class PlanOptions:
     """how long to search for a better plan"""
     training: TrainingState = TrainingState()
     """optimizer and precision, which count in memory"""
+    shard_optimizer: bool = False
+    """whether the replicas of the cluster shard the optimizer's state, as in ZeRO stage 1"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, Cluster):
@@ -71,6 +73,10 @@ class PlanOptions:
             if count * self.cluster.ranks > MAX_STAGES:
                 sizes = {"stages_per_rank": count, "ranks": self.cluster.ranks}
                 raise PlanError("too many stages", hint=f"at most {MAX_STAGES} in all", **sizes)
+        if self.shard_optimizer:
+            # The search over devices replaces the cluster, and with it the number of shards.
+            sharded = replace(self.training, optimizer_shards=self.cluster.replicas.count)
+            object.__setattr__(self, "training", sharded)
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         object.__setattr__(self, "partitioner", _partitioner(self.partitioner))
 
@@ -101,6 +107,7 @@ class PlanOptions:
             ("ranks", str(self.cluster.ranks)),
             ("memory", str(self.cluster.memory)),
             ("optimizer", self.training.optimizer),
+            ("optimizer shards", str(self.training.optimizer_shards)),
             ("precision", str(self.training.precision)),
             ("slowness", str(self.cluster.slowness)),
         )

@@ -1,43 +1,55 @@
 """The costs of one rank if the layers of a model are split over tensor-parallel ranks.
 
 A node with matrices, such as a block, is split: its seconds, its matrices and the activations inside it are divided by
-the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the
-runtime (`runtime/distributed_parameters.py`).
+the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the runtime
+(`runtime/distributed_parameters.py`). With sequence parallelism, as in Megatron, they are split too.
 """
 
 from dataclasses import replace
 
-from penstock.ir import LinkSpeed, NodeCost, TensorSpec, Value, ring_seconds
+from penstock.ir import Graph, LinkSpeed, Node, NodeCost, TensorSpec, Value, ring_seconds
 from penstock.planner.candidates import Measured
 
 _MOST_COLLECTIVES = 2.0
 """all-reduces of a block in each direction: one for attention, one for the layers after it"""
 
 
-def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None) -> Measured:
+def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None, sequence_parallel: bool = False) -> Measured:
     """Returns graph and profile of one tensor-parallel rank; names of nodes and values stay.
 
     Each matrix of a node adds half an all-reduce of its outputs in each direction (a gather or a scatter), up to two.
     Without a link collectives take no time.
+
+    With `sequence_parallel` a rank has a part of every value between nodes: it keeps and sends that part only, and
+    nodes without matrices, such as norms, are divided too. A gather of inputs and a scatter of outputs move the bytes
+    of the all-reduce; a backward gathers the inputs once more for the weight gradient. An output layer keeps its part
+    of the logits and gathers its inputs. See Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+    Models, MLSys 2023, section 4.2.
     """
     if degree == 1:
         return measured
     graph, profile = measured
     matrices = {value.name for value in graph.parameters if _is_matrix(value.spec)}
     parameters = tuple(Value(each.name, _split(each.spec, degree)) for each in graph.parameters)
-    split = replace(graph, parameters=parameters)
+    split, held = replace(graph, parameters=parameters), profile.held
+    if sequence_parallel:
+        split = replace(split, nodes=tuple(_with_split_values(node, degree) for node in graph.nodes))
+        is_split = {value.name for node in graph.nodes if not node.from_inputs for value in node.makes}
+        held = tuple((name, size // degree if name in is_split else size) for name, size in held)
     costs = []
     for node in graph.nodes:
         cost = profile[node.name]
         count = len({graph.tensor_of(name) for name in node.parameters} & matrices)
-        if not count:
+        if not count and (node.from_inputs or not sequence_parallel):
             costs.append(cost)
             continue
-        sent = sum(value.spec.bytes for value in node.makes)
-        reduced = 0.0 if link is None else ring_seconds(degree, sent, link.latency, link.bandwidth)
-        costs.append(_split_cost(cost, degree, min(count / 2, _MOST_COLLECTIVES) * reduced))
+        moved = _gathered_bytes(graph, node) if sequence_parallel else sum(value.spec.bytes for value in node.makes)
+        reduction = 0.0 if link is None else ring_seconds(degree, moved, link.latency, link.bandwidth)
+        collectives = min(count / 2, _MOST_COLLECTIVES) * reduction
+        costs.append(_split_cost(cost, degree, collectives, (1.5 if sequence_parallel else 1.0) * collectives))
     seconds = profile.step_seconds * sum(c.forward + c.backward for c in costs) / (profile.seconds or 1.0)
-    return Measured(split, replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint))
+    changed = replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint, held=held)
+    return Measured(split, changed)
 
 
 def _is_matrix(spec: TensorSpec) -> bool:
@@ -45,7 +57,7 @@ def _is_matrix(spec: TensorSpec) -> bool:
 
 
 def _split(spec: TensorSpec, degree: int) -> TensorSpec:
-    """A matrix split along its first dimension that divides; any other tensor is replicated."""
+    """A tensor split along its first dimension that divides; a vector is replicated."""
     if not _is_matrix(spec):
         return spec
     divisible = [place for place, size in enumerate(spec.shape) if size % degree == 0]
@@ -55,17 +67,32 @@ def _split(spec: TensorSpec, degree: int) -> TensorSpec:
     return replace(spec, shape=tuple(shape))
 
 
-def _split_cost(cost: NodeCost, degree: int, collectives: float) -> NodeCost:
+def _with_split_values(node: Node, degree: int) -> Node:
+    """The node of one rank; values that depend on inputs only, such as a mask, are whole on every rank."""
+    if node.from_inputs:
+        return node
+    return replace(node, makes=tuple(Value(each.name, _split(each.spec, degree)) for each in node.makes))
+
+
+def _gathered_bytes(graph: Graph, node: Node) -> int:
+    """Bytes of the activations that a node gathers or scatters: those it reads or those it makes, if they are fewer."""
+    made = sum(value.spec.bytes for value in node.makes)
+    read = sum(graph.spec(name).bytes for name in node.reads if graph.spec(name).dtype.startswith(("float", "bfloat")))
+    return min(made, read) if read else made
+
+
+def _split_cost(cost: NodeCost, degree: int, forward: float, backward: float) -> NodeCost:
+    """The cost of one rank; `forward` and `backward` are the seconds of its collectives."""
     memory, saved = cost.memory, cost.saved
-    has_backward = cost.backward > 0
-    back = collectives if has_backward else 0.0
+    if not cost.backward:
+        backward = 0.0
     return replace(
         cost,
-        forward=cost.forward / degree + collectives,
-        backward=cost.backward / degree + back,
-        input_grad=cost.input_grad / degree + (back if cost.input_grad else 0.0),
+        forward=cost.forward / degree + forward,
+        backward=cost.backward / degree + backward,
+        input_grad=cost.input_grad / degree + (backward if cost.input_grad else 0.0),
         # The first layer has no input gradient: its collectives are in the weight gradient.
-        weight_grad=cost.weight_grad / degree + (0.0 if cost.input_grad else back),
+        weight_grad=cost.weight_grad / degree + (0.0 if cost.input_grad else backward),
         memory=replace(
             memory,
             kept=memory.kept // degree,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import FitError, PlanError
-from penstock.ir import DeviceLayout, LinkSpeed, Replicas, from_json, to_json
+from penstock.ir import DeviceLayout, LinkSpeed, Replicas, TrainingState, from_json, to_json
 from penstock.planner import DevicePool, Measured, PlanOptions, predict_layout, search_devices, split_tensors
 from tests.planner.chains import measured
 
@@ -86,6 +86,38 @@ def test_a_plan_with_tensor_parallelism_is_of_the_whole_model():
     assert sum(state.parameters for state in plan.costs.state) * 2 == sum(
         value.spec.bytes for value in LAYERS.graph.parameters
     )
+
+
+def test_sequence_parallelism_splits_values_between_nodes_and_gathers_inputs_again():
+    link = LinkSpeed(1e6, 0.0)
+    graph, profile = split_tensors(LAYERS, 4, link, sequence_parallel=True)
+    _, whole = split_tensors(LAYERS, 4, link)
+    name = LAYERS.graph.nodes[0].name
+    assert graph.spec(name).bytes * 4 == LAYERS.graph.spec(name).bytes
+    cost, before = profile.costs[0], whole.costs[0]
+    assert cost.forward == before.forward
+    assert cost.backward - before.backward == pytest.approx(0.5 * (before.forward - 1e-3))
+
+
+def test_replicas_that_shard_the_optimizer_fit_where_others_do_not():
+    adam = replace(QUICK, training=TrainingState("adamw"))
+    pool = DevicePool(8, memory=13_000)
+    chosen = searched(pool, adam).search.layouts[0]
+    sharded = searched(pool, replace(adam, shard_optimizer=True))
+    assert (chosen.replicas, sharded.search.layouts[0].replicas) == (4, 8)
+    assert sharded.training.optimizer_shards == 8
+    assert "with the state of adamw sharded over 8 replicas" in sharded.describe()
+    with pytest.raises(FitError, match="shard_optimizer=True"):
+        searched(DevicePool(8, memory=100), adam)
+
+
+def test_interleaved_stages_are_even():
+    # The sums of four ranks are no better with even stages than with 1 and 3 layers on a rank; the order needs them.
+    layers = measured([1e-3] * 16 + [0.7e-3])
+    layout = DeviceLayout(1, 4, 1, 1, 32, stages_per_rank=2, schedule="interleaved")
+    predicted = predict_layout({1: layers}, QUICK, DevicePool(4), layout)
+    busiest = 32 * 3 * 4.7e-3
+    assert predicted.makespan < 1.1 * busiest
 
 
 def test_the_utilization_counts_the_flops_of_the_model_on_all_devices():
