@@ -112,6 +112,12 @@ MISTAKES = {
     "tensor parallelism without devices": Mistake(
         f"{PLAN} --tensor-parallel 2", 2, "must be given with --devices", "--devices 64"
     ),
+    "sequence parallelism of one rank": Mistake(
+        f"{PLAN} --sequence-parallel", 2, "must be given with --tensor-parallel", "--tensor-parallel 8"
+    ),
+    "a sharded optimizer without replicas": Mistake(
+        f"{PLAN} --shard-optimizer", 2, "must be given with --devices", "--devices 64"
+    ),
     "tensor parallelism over a part of a device": Mistake(
         "plan model.py:build --devices 8 --tensor-parallel 3",
         2,

@@ -180,10 +180,12 @@ def test_a_layout_of_devices_has_its_utilization_and_the_others_with_their_reaso
     config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
     written("config.json", json.dumps(config))
     devices = ("--devices", "8", "--device", "h100", "--global-batch", "16", "--tensor-parallel", "2")
+    devices += ("--sequence-parallel", "--shard-optimizer")
     model = ("plan", "hf:config.json", *devices, "--sequence", "16", "--precision", "bf16", "--budget", "0.1")
     shown = call(*model, "--out", "plan.json").stdout
     assert re.search(r"8 devices as \d replicas? x \d pipeline ranks? x 2 tensor-parallel, .* MFU \d", shown)
     plan = Plan.load("plan.json")
     assert {each.tensor_parallel for each in plan.search.layouts} == {2}
+    assert plan.training.optimizer_shards == plan.search.layouts[0].replicas
     assert all(each.lost for each in plan.search.layouts[1:])
     assert plan.search.layouts[0].mfu > 0
