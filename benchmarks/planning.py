@@ -1,6 +1,13 @@
 """How long it takes to build, lower, prove and simulate schedules, and how that grows."""
 
-from collections.abc import Iterator, Sequence
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -17,7 +24,8 @@ WITH_TORCH = ("interleaved", "zbv", "interleaved_zb", "looped_bfs", "dualpipe_v"
 
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about planning."""
-    return (growth(), speed(), against_torch(64, 256, at_least=10.0), against_torch(128, 512, at_least=20.0))
+    wide = (against_torch(64, 256, at_least=10.0), against_torch(128, 512, at_least=20.0))
+    return (growth(), speed(), *wide, cold(), demo_plan())
 
 
 def planned(name: str, ranks: int, microbatches: int) -> Program:
@@ -73,3 +81,59 @@ def against_torch(ranks: int, microbatches: int, at_least: float, times: int = 5
     columns = ("schedule", "actions", "ours", "torch", "ratio")
     title = f"build + lower + verify, CPU seconds, {ranks} ranks, {microbatches} microbatches, 2 stages per rank"
     return Table(f"{title}; torch builds and lowers", columns, lines())
+
+
+def cold(ranks: int = 64, microbatches: int = 256, times: int = 5) -> Table:
+    """The same for `interleaved`, each time in a new process, ours and torch's in turn."""
+    arguments = f'"interleaved", {ranks}, {microbatches}'
+    calls = {
+        "ours": f"from benchmarks.planning import planned as call; arguments = {arguments}",
+        "torch": f"from benchmarks.torch_side import build_and_lower as call; arguments = {arguments}",
+    }
+
+    def lines() -> Iterator[Line]:
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in calls}
+        for _ in range(times):
+            for name, imports in calls.items():
+                found[name].append(_in_new_process(imports, "call(*arguments)", os.environ))
+        for place, (what, target) in enumerate((("the call", 12.0), ("with imports", -math.inf))):
+            ours, theirs = (median(each[place] for each in found[name]) for name in calls)
+            yield Line((what, f"{ours:.3f}", f"{theirs:.2f}", f"{theirs / ours:.1f}"), theirs / ours, target)
+
+    title = f"interleaved, {ranks} x {microbatches}, build + lower + verify in a new process, CPU seconds"
+    return Table(f"{title}; median of {times}", ("", "ours", "torch", "ratio"), lines())
+
+
+def demo_plan(times: int = 3) -> Table:
+    """Seconds of the plan of `penstock demo`, the first time on a machine and later."""
+    imports = "from penstock.cli.demo import _plan as call"
+
+    def lines() -> Iterator[Line]:
+        found: dict[str, list[tuple[float, ...]]] = {"first time": [], "later": []}
+        for _ in range(times):
+            with tempfile.TemporaryDirectory() as cache:
+                environment = {**os.environ, "PENSTOCK_CACHE": cache, "PENSTOCK_MEASURE_RANKS": "1"}
+                for each in found.values():
+                    each.append(_in_new_process(imports, "call(2, 2, len)", environment))
+        for what, each in found.items():
+            cpu, _, seconds = (median(column) for column in zip(*each, strict=True))
+            yield Line((what, f"{cpu:.2f}", f"{seconds:.2f}"), seconds, 5.0, at_least=False)
+
+    return Table(f"the plan of the demo for 2 ranks, median of {times}", ("", "CPU s", "seconds"), lines())
+
+
+def _in_new_process(imports: str, call: str, environment: Mapping[str, str]) -> tuple[float, ...]:
+    """CPU seconds of a call, CPU seconds of it and its imports, and its seconds, in a new process."""
+    code = f"""
+import time
+{imports}
+cpu, start = time.process_time(), time.perf_counter()
+{call}
+seconds, end = time.perf_counter() - start, time.process_time()
+print("\\n", end - cpu, end, seconds)
+"""
+    root = os.fspath(Path(__file__).parents[1])
+    result = subprocess.run(
+        (sys.executable, "-c", code), cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
+    return tuple(map(float, result.stdout.splitlines()[-1].split()))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,9 @@ class Run:
 
 def machine() -> str:
     """The class of this machine."""
-    return f"{os.cpu_count()} CPU cores"
+    from penstock.launch import num_cores  # imports torch, which the table of README does not need
+
+    return f"{num_cores()} CPU cores"
 
 
 def read(path: Path | None = None) -> dict[str, Run]:

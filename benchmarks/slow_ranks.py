@@ -4,7 +4,6 @@ Ranks are processes. Blocks sleep, and one rank's begin to sleep longer; or they
 of this machine.
 """
 
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.ir import Cluster, NodeCost, Plan, Profile
+from penstock.launch import num_cores
 from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
 
 FACTORS = (1.3, 1.5, 2.0, 4.0)
@@ -87,7 +87,7 @@ def alarms(steps: int, ranks: Sequence[int] = (2, 4)) -> Table:
             found = penstock.launch(_computing, count, computing_plan(count), steps)[0]
             yield _none(f"compute, {count}", steps, found)
 
-    title = f"ranks reported as slow in {steps} clean steps; computing ranks share {os.cpu_count()} cores"
+    title = f"ranks reported as slow in {steps} clean steps; computing ranks share {num_cores()} cores"
     return Table(title, ("ranks", "steps", "reported", "load"), lines())
 
 
@@ -123,7 +123,7 @@ def sleeping_plan(setting: Setting, cluster: Cluster) -> Plan:
 def computing_plan(ranks: int) -> Plan:
     """A plan for ranks that share the cores of this machine."""
     torch.manual_seed(0)
-    cores = os.cpu_count() or 1
+    cores = num_cores()
     cluster = Cluster(ranks, cores=cores if cores < ranks else None)
     tokens, _ = _tokens()
     return penstock.plan(

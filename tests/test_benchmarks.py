@@ -123,6 +123,13 @@ def test_every_schedule_that_torch_has_is_measured_beside_it():
     assert all(line.value > 0 for line in lines)
 
 
+@pytest.mark.whole
+def test_planning_is_measured_in_new_processes():
+    call, with_imports = planning.cold(2, 4, times=1).lines
+    assert [call.cells[0], with_imports.cells[0]] == ["the call", "with imports"]
+    assert 0 < float(call.cells[1]) < float(with_imports.cells[1])
+
+
 def test_the_benchmark_of_capture_measures_recording_and_replay():
     (recorded,), (played,) = capture.recording(2, 16, 1).lines, capture.playing(2, 16, 1).lines
     assert recorded.value > 0

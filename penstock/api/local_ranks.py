@@ -9,9 +9,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +28,11 @@ from penstock.planner import Measured, PlanOptions, search
 
 VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
-_METHOD = 1
+_METHOD = 2
 """increased when the method of measuring changes: then cached results are not used"""
-_MICROBATCHES, _STEPS, _WARM_UP = 8, 12, 3
+_MICROBATCHES, _ITERATIONS = 8, 4
+_WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.5
+"""after the warm-up at least 4 steps of each size, and more of them, up to 12, for half a second"""
 _TIMEOUT = 120.0
 _WAIT = 1e-3
 """seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""
@@ -84,13 +84,12 @@ class _Steps(NamedTuple):
 
 
 def _measure_ranks() -> Cluster:
-    plans = [_plan(samples) for samples in (_FEW_SAMPLES, _MANY_SAMPLES)]
-    few, many = launch(_run_steps, 2, plans, timeout=_TIMEOUT)[0]
+    plan = _plan()
+    few, many = launch(_run_steps, 2, plan, timeout=_TIMEOUT)[0]
     # Of several steps the least: other load only ever adds.
     message = min(map(_send_seconds, few.traces))
     extra = min(map(_send_seconds, many.traces)) - message
     extra_bytes = 4 * _WIDTH * (_MANY_SAMPLES - _FEW_SAMPLES)
-    makespan = median(trace.makespan for trace in few.traces)
     return Cluster(
         2,
         # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
@@ -98,9 +97,9 @@ def _measure_ranks() -> Cluster:
         bandwidth=extra_bytes / extra if extra > 0 else None,
         overhead=Overhead(
             # A forward receives or sends a message, whose seconds are counted apart, and so does a backward.
-            pass_seconds=max(0.0, min(_pass_overhead(trace, plans[0]) for trace in few.traces) - message / 2),
+            pass_seconds=max(0.0, min(_pass_overhead(trace, plan) for trace in few.traces) - message / 2),
             message_seconds=message,
-            step_seconds=max(0.0, median(few.seconds) - makespan),
+            step_seconds=max(0.0, min(few.seconds) - min(trace.makespan for trace in few.traces)),
         ),
     )
 
@@ -125,10 +124,10 @@ def _model() -> nn.Sequential:
     return nn.Sequential(_WaitingLayer(), _WaitingLayer())
 
 
-def _plan(samples: int) -> Plan:
+def _plan() -> Plan:
     """Two stages of a layer each, one after the other on two ranks."""
-    captured = capture(_model(), (torch.ones(samples, _WIDTH),))
-    profile = measure(captured, loss_fn=_loss, cache=False, progress=False)
+    captured = capture(_model(), (torch.ones(_FEW_SAMPLES, _WIDTH),))
+    profile = measure(captured, iterations=_ITERATIONS, loss_fn=_loss, cache=False, progress=False)
     models = {_MICROBATCHES: Measured(measured_model(captured, has_loss_fn=True).graph, profile)}
     return search(models, PlanOptions(Cluster(2), _MICROBATCHES, "1f1b", [["0"], ["1"]]))
 
@@ -137,21 +136,24 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).sum()
 
 
-def _run_steps(plans: Sequence[Plan]) -> list[_Steps]:
+def _run_steps(plan: Plan) -> list[_Steps]:
     """Run by each of the two ranks."""
-    found = []
-    for plan, samples in zip(plans, (_FEW_SAMPLES, _MANY_SAMPLES), strict=True):
-        batch = torch.ones(samples * _MICROBATCHES, _WIDTH)
-        pipe, steps = Pipeline(_model(), plan, loss_fn=_loss), _Steps([], [])
-        for number in range(_WARM_UP + _STEPS):
-            dist.barrier()
+    pipe, found = Pipeline(_model(), plan, loss_fn=_loss), []
+    for samples in (_FEW_SAMPLES, _MANY_SAMPLES):
+        batch, steps = torch.ones(samples * _MICROBATCHES, _WIDTH), _Steps([], [])
+        for _ in range(_WARM_UP):
+            pipe.step(batch, target=batch)
+        end = time.perf_counter() + _STEPS_SECONDS
+        for number in range(_MAX_STEPS):
+            # Both ranks begin at the same time, and end if the time of one of them is up.
+            is_over = torch.tensor([number >= _MIN_STEPS and time.perf_counter() > end], dtype=torch.int32)
+            dist.all_reduce(is_over)
+            if is_over:
+                break
             start = time.perf_counter()
             pipe.step(batch, target=batch)
-            seconds = time.perf_counter() - start
-            trace = pipe.step(batch, target=batch, record=True).trace
-            if number >= _WARM_UP:
-                steps.seconds.append(seconds)
-                steps.traces.append(trace)
+            steps.seconds.append(time.perf_counter() - start)
+            steps.traces.append(pipe.step(batch, target=batch, record=True).trace)
         found.append(steps)
     return found
 

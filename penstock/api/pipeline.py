@@ -27,7 +27,7 @@ from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.batches import Microbatch, Split, split_batch, whole_batch
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
-from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
+from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, SavedState, Saver
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, from_json, is_finite, to_json
 from penstock.launch import ErrorPrinter
@@ -710,7 +710,7 @@ class Pipeline:
         run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
         self._has_saved = True
         number = self.num_steps if step is None else step
-        return self._saver.save(self.plan, number, TrainingState(optimizer, scheduler, run), options)
+        return self._saver.save(self.plan, number, SavedState(optimizer, scheduler, run), options)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise an error, on every rank, if ranks have optimizers of different classes or hyperparameters.

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.api.arguments import LossFn, check_loss_fn, check_split
 from penstock.api.local_ranks import local_ranks, shared_cores
-from penstock.api.measuring import measure, measured_model
+from penstock.api.measuring import BUDGET_SECONDS, measure, measured_model
 from penstock.api.progress import progress
 from penstock.batches import Microbatch, Split, explain_failure, find_split, split_batch
 from penstock.capture import (
@@ -66,6 +66,7 @@ _LOG = logging.getLogger(__name__)
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
 _MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
+_MEASURE_SHARE = 0.5  # the share after which nodes are not timed again; three times in any case
 _MIN_DEVICES_SHARE = 0.5  # the same for `devices`
 # For `devices`: samples of a microbatch, devices of a node, and degrees of tensor parallelism.
 _MICROBATCH_SIZES, _PER_NODE, _DEGREES = (1, 2, 4), 8, (1, 2, 4, 8)
@@ -196,13 +197,14 @@ def plan(
             raise PlanError("target must be given with a loss_fn", hint="loss_fn=..., or labels in kwargs")
         if (module := loss_module(loss_fn)) is not None and any(True for _ in module.parameters()):
             raise PlanError("a loss_fn with parameters cannot be planned", hint="leave out target")
-    examples = Examples(model, args, kwargs, split, loss_fn, target, speed, granularity, is_here)
+    # Profiles are cached: not less for a small budget than what small models need.
+    measure_seconds = min(max(_MEASURE_SHARE * options.budget_seconds, _SLOW_SECONDS), BUDGET_SECONDS)
+    examples = Examples(model, args, kwargs, split, loss_fn, target, speed, granularity, is_here, measure_seconds)
+    start = time.monotonic()
     if is_here:
         here = local_ranks(options.cluster.ranks)
         here = replace(here, memory=options.cluster.memory, replicas=options.cluster.replicas)
         options = replace(options, ranks=here, memory=None)
-    # Measuring the ranks is not counted in the budget: it happens once per machine.
-    start = time.monotonic()
     if vocabulary_shards is None:
         if devices is not None:
             preset = find_device(device)[1] if isinstance(device, str) else None
@@ -382,6 +384,8 @@ class Examples:
     granularity: Granularity = field(default_factory=Granularity)
     is_here: bool = False
     """whether the ranks are processes of this machine, which share its cores"""
+    measure_seconds: float = BUDGET_SECONDS
+    """the `budget` of measuring a microbatch of one size"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -436,10 +440,11 @@ class Examples:
 
     def _profile(self, captured: Captured, graph: Graph, count: int) -> Profile:
         if self.loss_fn is None or self.target is None:
-            return measure(captured, loss_fn=self.loss_fn, speed=self.speed)
+            return measure(captured, loss_fn=self.loss_fn, speed=self.speed, budget=self.measure_seconds)
         # The costs of the loss are part of those of the output.
         scored = self.of_loss(with_loss(self.model, self.loss_fn))
-        return measure(scored.captured(count), speed=self.speed).with_loss_in_output(graph)
+        profile = measure(scored.captured(count), speed=self.speed, budget=self.measure_seconds)
+        return profile.with_loss_in_output(graph)
 
     def _interpolated(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:
         captured = self.captured(count)

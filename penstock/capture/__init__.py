@@ -30,7 +30,7 @@ from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
-from penstock.capture.isolation import internal_call, is_internal_call, isolated, uncompiled
+from penstock.capture.isolation import DispatchMode, internal_call, is_internal_call, isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import (
     MODULE_ATTRIBUTES,
@@ -71,6 +71,7 @@ __all__ = [
     "PLAIN_TYPES",
     "SEPARATOR",
     "Captured",
+    "DispatchMode",
     "DrawSeed",
     "GeneratorStates",
     "Granularity",

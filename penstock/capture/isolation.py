@@ -106,6 +106,26 @@ def uncompiled() -> AbstractContextManager[None]:
     return _EAGER if "torch._dynamo" in sys.modules else nullcontext()
 
 
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A TorchDispatchMode that, as torch's own, is not compiled itself, but does not load the compiler for that."""
+
+    _is_disabled = False
+    """whether the compiler leaves out this class"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        kind = type(self)
+        # As in `uncompiled`.
+        if "torch._dynamo" in sys.modules and not kind._is_disabled:
+            kind.__torch_dispatch__ = torch.compiler.disable(kind.__torch_dispatch__)
+            kind._is_disabled = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Answers torch, which would load the compiler at the first operation."""
+        return False
+
+
 # Parameters
 
 _MAX_COPIED_BYTES = 1 << 30
@@ -201,11 +221,11 @@ class _Copies:
                 tensor.data.copy_(content)
 
 
-class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CopyOnWrite(DispatchMode):
     """Copies a tensor when an operation is about to write into its memory."""
 
     def __init__(self, copies: _Copies, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._copies = copies
         self._tensors: dict[int, list[Tensor]] = {}
         for tensor in tensors:

@@ -32,7 +32,7 @@ from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest,
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.saving import CheckpointOptions, Saver, TrainingState, random_state, random_state_restorer
+from penstock.checkpoint.saving import CheckpointOptions, SavedState, Saver, random_state, random_state_restorer
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter
 
@@ -55,9 +55,9 @@ __all__ = [
     "Manifest",
     "ModelNames",
     "PeriodicSaver",
+    "SavedState",
     "Saver",
     "TensorReader",
-    "TrainingState",
     "VanishedError",
     "batches_from",
     "check_digests",

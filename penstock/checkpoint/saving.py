@@ -61,7 +61,7 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True)
-class TrainingState:
+class SavedState:
     """The state that is saved besides the model."""
 
     optimizer: Any = None
@@ -79,7 +79,7 @@ class Saver:
         self._copies: HostCopies | None = None
         self._layout: StateLayout | None = None
 
-    def save(self, plan: Plan, step: int, state: TrainingState, options: CheckpointOptions) -> Path:
+    def save(self, plan: Plan, step: int, state: SavedState, options: CheckpointOptions) -> Path:
         """Write a checkpoint; a collective call. Returns its directory."""
         settings = {"keep": options.keep} if options.keep is not None else {}
         settings |= {"asynchronous": True} if options.asynchronous else {}
@@ -184,7 +184,7 @@ class Saver:
         return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
     def _own_files(
-        self, writer: CheckpointWriter, state: TrainingState, copies: "HostCopies | None"
+        self, writer: CheckpointWriter, state: SavedState, copies: "HostCopies | None"
     ) -> dict[str, Content]:
         """The files that this rank writes, by name.
 

@@ -130,7 +130,9 @@ class Machine:
     @classmethod
     def here(cls, ranks: int, replicas: int = 1) -> "Machine":
         """This machine; its cores are shared if there are more ranks than cores. Replicas have equal parts of them."""
-        cores = max(1, (os.cpu_count() or 1) // replicas)
+        from penstock.launch import num_cores
+
+        cores = max(1, num_cores() // replicas)
         return cls(cores=cores if cores < ranks else None)
 
     @property
@@ -287,6 +289,7 @@ def plan(
     measured links between them.
     """
     from penstock.ir import to_json
+    from penstock.launch import num_cores
     from penstock.views import EMITTERS
 
     out, emit = results.out, results.emit
@@ -328,7 +331,7 @@ def plan(
             write(out, to_json(best))
             note(f"wrote {out}")
     is_default = replace(machine, slowness=None) == Machine() and not best.cluster.links
-    if is_default and best.cluster.cores is None and best.num_ranks > (cores := os.cpu_count() or 1):
+    if is_default and best.cluster.cores is None and best.num_ranks > (cores := num_cores()):
         note(f"predicted for {best.num_ranks} ranks with one core each; for this machine: --cores {cores}")
 
 

@@ -77,8 +77,8 @@ class _Ordered:
     @property
     def is_forward_only(self) -> bool:
         """Whether it has no backward and no reduction at all: such an order is for evaluation."""
-        kinds = {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP, Kind.REDUCE}
-        return not kinds & set(np.unique(self.table.kinds).tolist())
+        kinds = [Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP, Kind.REDUCE]
+        return not np.bincount(self.table.kinds, minlength=len(Kind))[kinds].any()
 
     @cached_property
     def makers(self) -> Makers:

@@ -82,16 +82,15 @@ def walk(
     tails = tails or [0.0] * num_items
     ends = [-1.0] * num_items
     heads, clocks = list(starts[:-1]), [0.0] * num_lines
-    waiting: dict[int, list[int]] = {}
-    blocked: dict[int, tuple[int, int]] = {}
+    # The line that began to wait for an item last, and, for each waiting line, the one that waited before it.
+    waiting, before = [-1] * num_items, [-1] * num_lines
     # First in, first out: by the time a line gets its turn, more of what it waits for is done, so it blocks less often.
     runnable = deque(range(num_lines))
     while runnable:
         line = runnable.popleft()
-        blocked.pop(line, None)
-        now, item = clocks[line], heads[line]
+        now = clocks[line]
         # Plain lists and no calls: programs of a million actions spend their time in this loop.
-        for item in range(item, starts[line + 1]):  # noqa: B020
+        for item in range(heads[line], starts[line + 1]):
             need, ready = one[item], 0.0
             if need >= 0:
                 ready = ends[need]
@@ -103,16 +102,24 @@ def walk(
                     if ready > now:
                         now = ready
             if ready < 0.0:
-                waiting.setdefault(need, []).append(line)
-                blocked[line] = (item, need)
+                before[line], waiting[need] = waiting[need], line
+                heads[line], clocks[line] = item, now
                 break
             if ready > now:
                 now = ready
             now += seconds[item]
             ends[item] = now + tails[item]
-            if item in waiting:
-                runnable.extend(waiting.pop(item))
-        heads[line], clocks[line] = item, now
+            waiter = waiting[item]
+            while waiter >= 0:
+                runnable.append(waiter)
+                waiter = before[waiter]
+        else:
+            heads[line] = starts[line + 1]
+    blocked = {}
+    for line, item in enumerate(heads):
+        if item < starts[line + 1]:
+            needed = several[item] if one[item] == -2 else (one[item],)
+            blocked[line] = item, next(need for need in needed if ends[need] < 0.0)
     return Walk(np.asarray(ends), blocked)
 
 

@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.capture import as_real
+from penstock.capture import DispatchMode, as_real
 from penstock.ir import leaves
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -224,11 +223,11 @@ class FunctionTracker(TorchFunctionMode):
         return result
 
 
-class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantRandomness(DispatchMode):
     """Replaces random numbers of torch by 0.5 or 0: real ones would differ between a batch and its parts."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every operator; dropout then multiplies all samples by the same factor."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.capture import DispatchMode
 from penstock.ir import SavedTensors
 from penstock.measure.measured_model import NodeVisit, storage_of, tensors
 
@@ -100,7 +100,7 @@ def _present(numbers: StorageNumbers, alive: Mapping[int, int]) -> tuple[str, ..
     return tuple(name for name, number in numbers.items() if number is not None and number in alive)
 
 
-class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AllocationTracker(DispatchMode):
     """Inside, counts the storage of every tensor that an operation makes, until the storage is freed.
 
     Storage from outside, such as that of parameters, is not counted. Each storage has a number, as its
@@ -108,7 +108,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.alive: dict[int, int] = {}
         """bytes of every storage that is alive, by its number"""
         self.bytes = self.peak = 0
@@ -126,7 +126,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         for finalizer in self._finalizers:
             finalizer.detach()
 

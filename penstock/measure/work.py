@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.capture import dtype_name
+from penstock.capture import DispatchMode, dtype_name
 from penstock.ir import DeviceSpeed
 from penstock.measure.measured_model import storage_ids, storage_of, tensors
 
@@ -42,11 +41,11 @@ _FREE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_s
 """these only allocate"""
 
 
-class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WorkCounter(DispatchMode):
     """Adds up the seconds that a device of some speed would take for the operations inside."""
 
     def __init__(self, speed: DeviceSpeed) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seconds_so_far, self.flops, self.bytes = 0.0, 0, 0
         self._speed = speed
 

@@ -231,10 +231,10 @@ def _check_frees(program: Program) -> None:
     codes = program.table.codes[freed]
     gone = np.full((program.num_stages, program.num_microbatches), np.iinfo(np.int64).max)
     gone[stage_of(codes), microbatch_of(codes)] = freed
-    if len(np.unique(codes)) < len(codes):
-        _, first = np.unique(codes, return_index=True)
-        second = int(np.setdiff1d(np.arange(len(codes)), first)[0])
-        raise _error("a stage's values are freed twice", program, int(freed[second]))
+    # Of several frees of the same values, `gone` has the last.
+    if (again := gone[stage_of(codes), microbatch_of(codes)] != freed).any():
+        repeated = codes == codes[np.argmax(again)]
+        raise _error("a stage's values are freed twice", program, int(freed[repeated][1]))
     uses = np.isin(passes.kind, _USERS)
     late = passes.index[uses] > gone[passes.stage[uses], passes.microbatch[uses]]
     if late.any():

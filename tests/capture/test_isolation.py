@@ -1,8 +1,10 @@
 """Recording leaves the model, its generators, gradients, buffers and Python attributes as they were."""
 
 import random
+import sys
 from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.capture import capture, isolation
+from penstock.capture import DispatchMode, capture, isolation
 from penstock.capture.isolation import uncompiled, without_accumulation_hooks
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
@@ -225,3 +227,18 @@ def test_the_compiler_is_on_again_after_contexts_that_overlap() -> None:
     second.__exit__(None, None, None)
     compiled(torch.ones(2))
     assert num_compiled == 1
+
+
+def test_a_dispatch_mode_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    seen = []
+
+    class Mode(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2)
+    assert seen
+    assert "torch._dynamo" not in sys.modules

@@ -251,7 +251,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
 @pytest.mark.usefixtures("_files")
 def test_a_plan_for_more_ranks_than_cores_is_warned_of(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     result = call(*f"{PLAN} --schedule 1f1b --partitioner uniform --microbatches 2".split())
     assert "for 2 ranks with one core each; for this machine: --cores 1" in result.stderr
     assert result.exit_code == 0

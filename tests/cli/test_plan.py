@@ -107,8 +107,9 @@ def test_slowness_that_makes_no_sense_is_wrong_usage(call, given: str) -> None:
     assert "slowness" in result.stderr
 
 
-def test_ranks_share_the_cores_of_this_machine_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 5}, raising=False)
     assert Machine.here(4).cluster(4).cores == 2
     assert Machine.here(2).cluster(2).cores is None
 
