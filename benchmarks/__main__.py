@@ -1,6 +1,7 @@
 """Runs the named benchmarks, or what README's table "Measured" shows, and fails if a line misses its target.
 
-`python -m benchmarks [--write] [NAME ...]`; with `--write` the results are stored in `benchmarks/results.json`.
+`python -m benchmarks [--write] [NAME ...]`; with `--write` the results are stored in `benchmarks/results.json`, beside
+those of other benchmarks and tables.
 `python -m benchmarks runtime_sleep --table "80 ms"` runs only the tables with this text in their titles.
 """
 
@@ -78,22 +79,20 @@ def main(args: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help=f"store the results in benchmarks/{results.PATH.name}")
     parser.add_argument("--table", default="", metavar="TEXT", help="only the tables whose titles contain TEXT")
     options = parser.parse_args(args)
-    if options.write and options.table:
-        parser.error("--write stores whole benchmarks and does not combine with --table")
     names = options.names or dict.fromkeys(row.benchmark for row in results.ROWS)
     if unknown := [name for name in names if name not in SCRIPTS]:
         print(f"unknown benchmark (name: {unknown[0]})\ntry: {', '.join(SCRIPTS)}", file=sys.stderr)
         return 2
     runs = {}
     for name in names:
-        began = time.perf_counter()
+        began, known = time.perf_counter(), SCRIPTS[name]()
+        chosen = [table for table in known if options.names or results.is_in_readme(name, table)]
         # A table is measured when it is shown.
-        chosen = [table for table in SCRIPTS[name]() if options.names or results.is_in_readme(name, table)]
         tables = tuple(table.show() for table in chosen if options.table in table.title)
         seconds = time.perf_counter() - began
         runs[name] = results.Run(f"{datetime.now(UTC):%Y-%m-%d}", results.machine(), seconds, tables)
-        if options.write:
-            results.write({name: runs[name]})
+        if options.write and tables:
+            results.write(name, runs[name], [table.title for table in known])
     rows = results.measured(runs)
     if rows:
         print('\nREADME, "Measured"')

@@ -7,7 +7,8 @@ cores overlap.
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from penstock.schedules import SCHEDULES
 _SEED = 20
 _UNITS = (1, 2, 5, 10, 20)
 """milliseconds that the passes of the longest block of a model take"""
+_PLAN_SECONDS = 4.0
 _SLEEPING_ERROR, _COMPUTING_ERROR, _SHARED_ERROR = 0.03, 0.05, 0.20
 _OVER_1F1B, _OVER_BEST = 1.4, 1.08
 
@@ -52,15 +54,17 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
     """The predicted step of random plans against the measured one."""
 
     def lines() -> Iterator[Line]:
-        errors = []
+        runs = []
         for sleeper in _sleepers(count):
-            model = sleeper.model()
             data = torch.ones(sleeper.microbatches, SIZE)
-            plan = _planned(model, data, sleeper.ranks, sleeper.microbatches, sleeper.schedule)
-            predicted, found = plan.predicted.makespan, _measured(plan, model, (data, data), mean_square, times)
-            errors.append(abs(found / predicted - 1))
-            cells = (f"{sleeper.schedule} {sleeper.ranks}x{sleeper.microbatches}", f"{predicted:.3f}", f"{found:.3f}")
-            yield Line((*cells, load(), f"{errors[-1]:.2%}"), errors[-1], math.inf, at_least=False)
+            plan = _planned(sleeper.model(), data, sleeper.ranks, sleeper.microbatches, sleeper.schedule)
+            name = f"{sleeper.schedule} {sleeper.ranks}x{sleeper.microbatches}"
+            runs.append(Run(name, plan, sleeper.model, data, data))
+        errors = []
+        for ranks in sorted({run.plan.num_ranks for run in runs}):
+            for line in _compared([run for run in runs if run.plan.num_ranks == ranks], mean_square, times, math.inf):
+                errors.append(line.value)
+                yield line
         middle = statistics.median(errors)
         yield Line(("median", "", "", load(), f"{middle:.2%}"), middle, _SLEEPING_ERROR, at_least=False)
 
@@ -70,7 +74,7 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
 
 def computing(
     sizes: Sizes = Sizes(),  # noqa: B008
-    times: int = 5,
+    times: int = 3,
     names: Sequence[str] = (*SCHEDULES, "auto"),
     ranks: int = 2,
     limit: float = _COMPUTING_ERROR,
@@ -78,26 +82,23 @@ def computing(
     """The predicted step of a small GPT against the measured one."""
 
     def lines() -> Iterator[Line]:
-        for name in names:
-            model, (tokens, wanted) = gpt(sizes), batch(sizes)
-            plan = _planned(model, tokens, ranks, sizes.microbatches, name)
-            predicted, found = plan.predicted.makespan, _measured(plan, model, (tokens, wanted), loss, times)
-            error = abs(found / predicted - 1)
-            cells = (name, f"{predicted:.3f}", f"{found:.3f}", load(), f"{error:.2%}")
-            yield Line(cells, error, limit, at_least=False)
+        model, (tokens, wanted) = gpt(sizes), batch(sizes)
+        plans = {name: _planned(model, tokens, ranks, sizes.microbatches, name) for name in names}
+        runs = [Run(name, plan, lambda: gpt(sizes), tokens, wanted) for name, plan in plans.items()]
+        yield from _compared(runs, loss, times, limit)
 
     columns = ("schedule", "predicted", "measured", "load", "error")
     title = f"seconds of a step, a small GPT, {ranks} ranks on {num_cores()} cores"
     return Table(f"{title}; least of {times} steps", columns, lines())
 
 
-def sharing(times: int = 5, names: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")) -> Table:
+def sharing(times: int = 3, names: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")) -> Table:
     """The same with twice as many ranks as cores."""
     return computing(times=times, names=names, ranks=2 * num_cores(), limit=_SHARED_ERROR)
 
 
 def against_torch(
-    layers: int = 16, head: int = 4, ranks: int = 4, unit: float = 0.01, times: int = 3, budget_seconds: float = 10.0
+    layers: int = 16, head: int = 4, ranks: int = 4, unit: float = 0.01, times: int = 3, budget_seconds: float = 8.0
 ) -> Table:
     """The plan of "auto" against torch's schedules with as many layers in every stage, run for real."""
 
@@ -136,18 +137,35 @@ def _sleepers(count: int) -> Iterator[Sleeper]:
 
 
 def _planned(model: nn.Module, data: Tensor, ranks: int, microbatches: int, schedule: str) -> penstock.Plan:
-    return penstock.plan(model, (data,), ranks=ranks, microbatches=microbatches, schedule=schedule)
+    return penstock.plan(
+        model, (data,), ranks=ranks, microbatches=microbatches, schedule=schedule, budget_seconds=_PLAN_SECONDS
+    )
 
 
-def _measured(plan: penstock.Plan, model: nn.Module, data: tuple[Tensor, Tensor], loss_fn: Any, times: int) -> float:
-    """The least seconds of a step."""
-    ranks = penstock.launch(_steps, plan.num_ranks, plan, model, data, loss_fn, times)
-    return min(step.seconds for step in joined(ranks)["penstock"])
+class Run(NamedTuple):
+    """A plan to be run, by a name, on a model that each rank makes."""
+
+    name: str
+    plan: penstock.Plan
+    model: Callable[[], nn.Module]
+    data: Tensor
+    target: Tensor
 
 
-def _steps(plan: penstock.Plan, model: nn.Module, data: tuple[Tensor, Tensor], loss_fn: Any, times: int) -> Any:
-    pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn)
-    return take_turns({"penstock": lambda: pipe.step(data[0], target=data[1])}, times)
+def _compared(runs: Sequence[Run], loss_fn: Any, times: int, limit: float) -> Iterator[Line]:
+    """The predicted step of each plan against the least of its steps; all of them take turns on the same ranks."""
+    steps = list(joined(penstock.launch(_steps, runs[0].plan.num_ranks, runs, loss_fn, times)).values())
+    for run, taken in zip(runs, steps, strict=True):
+        predicted, found = run.plan.predicted.makespan, min(step.seconds for step in taken)
+        error = abs(found / predicted - 1)
+        cells = (run.name, f"{predicted:.3f}", f"{found:.3f}", load(), f"{error:.2%}")
+        yield Line(cells, error, limit, at_least=False)
+
+
+def _steps(runs: Sequence[Run], loss_fn: Any, times: int) -> Any:
+    pipes = [penstock.Pipeline(run.model(), run.plan, loss_fn=loss_fn) for run in runs]
+    steps = [partial(pipe.step, run.data, target=run.target) for pipe, run in zip(pipes, runs, strict=True)]
+    return take_turns({str(number): step for number, step in enumerate(steps)}, times)
 
 
 def _beside_torch(plan: penstock.Plan, model: nn.Sequential, data: Tensor, times: int) -> Any:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ class Run:
     """One benchmark that was run: its tables, with lists of lines."""
 
     date: str
+    """of the last table that was run"""
     machine: str
     """in plain words, as "2 CPU cores" """
     seconds: float
-    """how long the benchmark took"""
+    """how long the tables took that were run last"""
     tables: tuple[Table, ...]
 
     @property
@@ -52,15 +54,26 @@ def read(path: Path | None = None) -> dict[str, Run]:
     return runs
 
 
-def write(runs: dict[str, Run]) -> None:
-    """Write runs to PATH; those of other benchmarks that it has are kept."""
+def write(name: str, run: Run, titles: Sequence[str]) -> None:
+    """Write the run of a benchmark to PATH.
+
+    Other benchmarks are kept, and other tables of this one, if they are among `titles`, those that it has now.
+    """
+    runs = read()
+    tables = {table.title: table for table in (*(runs[name].tables if name in runs else ()), *run.tables)}
+    runs[name] = replace(run, tables=tuple(tables[title] for title in titles if title in tables))
     document: dict[str, Any] = {}
-    for name, run in sorted({**read(), **runs}.items()):
-        tables = [
+    for each, stored in sorted(runs.items()):
+        shown = [
             {"title": table.title, "columns": table.columns, "lines": [_fields(line) for line in table.lines]}
-            for table in run.tables
+            for table in stored.tables
         ]
-        document[name] = {"date": run.date, "machine": run.machine, "seconds": round(run.seconds, 1), "tables": tables}
+        document[each] = {
+            "date": stored.date,
+            "machine": stored.machine,
+            "seconds": round(stored.seconds, 1),
+            "tables": shown,
+        }
     PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ def tables() -> tuple[Table, ...]:
     return (throughput(), recording())
 
 
-def throughput(sizes: Sizes = Sizes(), times: int = 7, names: tuple[str, ...] = tuple(NAMES)) -> Table:  # noqa: B008
+def throughput(sizes: Sizes = Sizes(), times: int = 5, names: tuple[str, ...] = tuple(NAMES)) -> Table:  # noqa: B008
     """Tokens per second against torch's pipeline and against one process, which trains on the same microbatches."""
 
     def lines() -> Iterator[Line]:

@@ -86,6 +86,25 @@ def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_st
     assert "| planning | 8 s | <= 10 | `B joint_plan` |" in readme.table(stored)
 
 
+def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_path, capsys):
+    values = iter((1.0, 2.0, 3.0))
+
+    def lines():
+        yield Line(("a",), next(values), 1.0)
+
+    def tables():
+        return [Table(title, ("what",), lines()) for title in ("one", "two")]
+
+    monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
+    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": tables})
+    for title in ("", "one"):
+        assert main(["--write", "--table", title, "capture"]) == 0
+    stored = results.read(tmp_path / "results.json")["capture"]
+    assert [(table.title, table.lines[0].value) for table in stored.tables] == [("one", 3.0), ("two", 2.0)]
+    assert main(["--table", "three", "capture"]) == 2
+    assert "no table has this title (table: three)\ntry: one of\n  one\n  two" in capsys.readouterr().err
+
+
 def test_the_table_of_the_readme_is_that_of_the_stored_results():
     text = readme.README.read_text(encoding="utf-8")
     assert readme.updated(text, results.read()) == text

@@ -245,6 +245,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTrai
 
 @pytest.mark.whole
 def test_a_few_rounds_of_injected_faults_end_as_expected() -> None:
-    lines = [*faults.injected_faults(rounds=2).lines, *guarded(damages=12).lines]
+    names = (*faults.FAULTS, faults.FULL_DISK)
+    lines = [*faults.injected_faults(names, rounds=2).lines, *guarded(damages=12).lines]
     assert [line.cells for line in lines if not line.passes] == []
     assert len(lines) == 10
