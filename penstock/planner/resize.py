@@ -1,28 +1,31 @@
 """Plans and profiles for other numbers and sizes of microbatches."""
 
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, ScheduleError
 from penstock.ir import Graph, NodeCost, Plan, Prediction, Profile, Schedule
 from penstock.passes import lower
+from penstock.planner.candidates import excess_bytes
+from penstock.planner.options import AUTO
 from penstock.planner.synthesis import ScheduleProblem, lower_bound
-from penstock.schedules import SCHEDULES, build
+from penstock.schedules import SCHEDULES, build, build_on
 from penstock.simulate import simulate
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Returns the plan for another number of microbatches of the same size; every rank gets the same result.
 
-    A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated. A given program is
-    truncated.
+    A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated. For more microbatches
+    than a synthesised one has, a schedule of the table takes its place if that is predicted to be faster and fits in
+    memory: between two repetitions the pipeline drains. A given program is truncated.
     """
     built = resized_schedule(plan, count)
-    program = None if plan.program is None else plan.program.first(count)
-    trace = simulate(lower(program or built, cuts=plan.cuts), plan.costs, plan.cluster)
+    resized = _with_schedule(plan, built)
     bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
-    predicted = Prediction.of(trace, min(bound, trace.makespan))
-    return replace(plan, schedule=built, predicted=predicted, program=program)
+    predicted = replace(resized.predicted, lower_bound=min(bound, resized.predicted.makespan))
+    return replace(resized, predicted=predicted)
 
 
 def resized_schedule(plan: Plan, count: int) -> Schedule:
@@ -36,7 +39,26 @@ def resized_schedule(plan: Plan, count: int) -> Schedule:
         )
     if plan.choices.schedule in SCHEDULES:
         return build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
-    return plan.schedule.repeated(count)
+    repeated = plan.schedule.repeated(count)
+    has_costs = plan.costs.num_microbatches in (None, count)
+    if plan.choices.schedule != AUTO or count <= plan.num_microbatches or not has_costs:
+        return repeated
+    best = _with_schedule(plan, repeated)
+    for name in SCHEDULES:
+        built = build_on(repeated.placement, name, count, plan.costs)
+        # With branches between stages an order of the table may deadlock.
+        with suppress(ScheduleError):
+            found = best if built is None else _with_schedule(plan, built)
+            if found.predicted.makespan < best.predicted.makespan and excess_bytes(found) <= 0:
+                best = found
+    return best.schedule
+
+
+def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+    """The plan with another order, or with the beginning of its program, simulated; without a bound."""
+    program = None if plan.program is None else plan.program.first(schedule.num_microbatches)
+    trace = simulate(lower(program or schedule, cuts=plan.cuts), plan.costs, plan.cluster)
+    return replace(plan, schedule=schedule, predicted=Prediction.of(trace, 0.0), program=program)
 
 
 def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:

@@ -1,11 +1,14 @@
 """Plans and profiles for other numbers and sizes of microbatches."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import PlanError
 from penstock.passes import lower, verify
 from penstock.planner import PlanOptions, interpolate_profile, search, with_microbatches
 from penstock.schedules import build
+from penstock.simulate import simulate
 from tests.planner.chains import KEPT, chain, measured
 
 MODEL = measured([1.0] * 8)
@@ -31,6 +34,25 @@ def test_any_other_order_is_cut_short_or_repeated(schedule, count):
     verify(lower(made.schedule, cuts=made.cuts))
     assert made.num_microbatches == count
     assert made.lower_bound <= made.predicted.makespan
+
+
+def synthesised(memory=None):
+    """A plan with an order that is none of the table."""
+    made = plan(build("zb_h1", 2, 4))
+    return replace(made, choices=replace(made.choices, schedule="auto"), cluster=replace(made.cluster, memory=memory))
+
+
+def test_a_synthesised_order_is_not_repeated_if_a_schedule_of_the_table_is_faster():
+    short = synthesised()
+    repeated = lower(short.schedule.repeated(16), cuts=short.cuts)
+    assert with_microbatches(short, 16).predicted.makespan < 0.95 * simulate(repeated, short.costs).makespan
+    given = plan(build("zb_h1", 2, 4))
+    assert with_microbatches(given, 16).schedule == given.schedule.repeated(16)
+
+
+def test_a_schedule_of_the_table_replaces_a_synthesised_order_only_if_it_fits():
+    too_small = synthesised(memory=max(synthesised().predicted.peaks) - 1)
+    assert with_microbatches(too_small, 16).schedule == too_small.schedule.repeated(16)
 
 
 def test_interpolated_seconds_lie_on_the_line():
