@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -143,6 +144,53 @@ def test_a_split_output_layer_is_planned_with_the_loss_and_the_first_batch(call,
     run = Run.load(tmp_path / "run" / "run.json")
     assert {node.name for node in run.plan.graph.nodes} >= {"3.shards.0", "3.shards.1", "3.combine"}
     assert run.losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
+OF_LENGTHS = """\
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(16, 4), nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 16)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.blocks(self.words(input_ids)))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def batch(seed):
+    words = torch.randint(1, 16, (8, 32), generator=torch.Generator().manual_seed(seed))
+    is_padding = torch.arange(32) >= torch.tensor([32, 2, 3, 16, 5, 7, 9, 4])[:, None]
+    return {"input_ids": words.masked_fill(is_padding, 0), "labels": words.masked_fill(is_padding, -100)}
+
+def build():
+    return Words(), batch(0)
+
+def batches():
+    return [batch(seed) for seed in range(3)]
+"""
+
+
+def test_a_budget_of_tokens_trains_like_one_process(call, written, tmp_path: Path) -> None:
+    source = runpy.run_path(os.fspath(written("lengths.py", OF_LENGTHS)))
+    command = ("train", "lengths.py:build", *TRAIN[2:], "--data", "lengths.py:batches", "--optimizer", "sgd")
+    result = call(*command, "--lr", "0.1", "--microbatches", "2", "--budget-tokens", "32", "--out", "run")
+    assert result.exit_code == 0, result.output
+    torch.manual_seed(0)
+    model, losses = source["build"]()[0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in source["batches"]():
+        optimizer.zero_grad()
+        losses.append(model(**batch))
+        losses[-1].backward()
+        optimizer.step()
+    run = Run.load(tmp_path / "run" / "run.json")
+    assert run.losses == pytest.approx([loss.item() for loss in losses], rel=1e-6)
+    # 32 tokens are one sample, or two of up to 16, or four of up to 8.
+    assert run.trace.program.num_microbatches >= 4
 
 
 @pytest.mark.parametrize(("arguments", "code", "text"), MISTAKES.values(), ids=MISTAKES)
