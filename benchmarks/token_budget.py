@@ -2,7 +2,8 @@
 
 Lengths are lognormal. On four ranks the passes sleep in proportion to padded tokens; on two ranks a small Llama
 computes. Without a budget all samples of a batch are padded to its longest one. A stricter comparison is simulated:
-each microbatch in the order of arrival, padded to its own longest sample.
+each microbatch in the order of arrival, padded to its own longest sample. Simulations have passes that take just what
+they sleep, and what the runtime adds to passes, messages and steps on this machine, as `plan` measures it.
 """
 
 import time
@@ -49,10 +50,12 @@ def sleeping(seeds: Sequence[int] = (1, 2)) -> Table:
 
     def lines() -> Iterator[Line]:
         partition = [["embedding", "blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3", "head"]]
-        for seed, seconds, groups, planning in _measured(SleepingModel(), _SLEEPING_RANKS, seeds, partition):
-            ours, simulated = seconds["budget"], _simulated([group.tokens for group in groups])
-            lengths = _batch(seed)["attention_mask"].sum(1)
-            arrival = _simulated([int(len(part) * part.max()) for part in lengths.split(_SAMPLES // _MICROBATCHES)])
+        model = SleepingModel()
+        plan = _plan(model, _SLEEPING_RANKS, partition)
+        for seed, seconds, groups, planning in _measured(model, plan, seeds):
+            ours, simulated = seconds["budget"], _simulated([group.tokens for group in groups], plan.cluster)
+            parts = _batch(seed)["attention_mask"].sum(1).split(_SAMPLES // _MICROBATCHES)
+            arrival = _simulated([int(len(part) * part.max()) for part in parts], plan.cluster)
             cells = (f"batch {seed}", f"{len(groups)}", f"{ours:.3f}")
             for name, other in (("padded", seconds["padded"]), ("arrival", arrival)):
                 yield Line((*cells, name, f"{other:.3f}", load(), f"{other / ours:.2f}"), other / ours, _GAIN)
@@ -75,7 +78,9 @@ def computing(seeds: Sequence[int] = (1, 2)) -> Table:
     """Gain of a budget on two ranks that compute."""
 
     def lines() -> Iterator[Line]:
-        for seed, seconds, groups, planning in _measured(llama(8, 64), _COMPUTING_RANKS, seeds, "auto"):
+        model = llama(8, 64)
+        plan = _plan(model, _COMPUTING_RANKS, "auto")
+        for seed, seconds, groups, planning in _measured(model, plan, seeds):
             ours, padded = seconds["budget"], seconds["padded"]
             cells = (f"batch {seed}", f"{len(groups)}", f"{ours:.3f}", f"{padded:.3f}", f"{planning:.4f}", load())
             yield Line((*cells, f"{padded / ours:.2f}"), padded / ours, _COMPUTING_GAIN)
@@ -84,14 +89,17 @@ def computing(seeds: Sequence[int] = (1, 2)) -> Table:
     return Table(title, ("lengths", "groups", "budget", "padded", "planning", "load", "ratio"), lines())
 
 
-def _measured(
-    model: nn.Module, ranks: int, seeds: Sequence[int], partitioner: Any
-) -> Iterator[tuple[int, dict[str, float], tuple[Any, ...], float]]:
-    """For every batch its seed, the seconds of the shortest step of each kind, the groups, and those of planning."""
+def _plan(model: nn.Module, ranks: int, partitioner: Any) -> penstock.Plan:
     choices = {"microbatches": _MICROBATCHES, "schedule": "1f1b", "partitioner": partitioner}
     example = {name: tensor[:, :_PLANNED_LENGTH] for name, tensor in _batch(0).items()}
-    plan = penstock.plan(model, kwargs=example, ranks=ranks, **choices)
-    by_rank = penstock.launch(_rank, ranks, plan, model, seeds)
+    return penstock.plan(model, kwargs=example, ranks=ranks, **choices)
+
+
+def _measured(
+    model: nn.Module, plan: penstock.Plan, seeds: Sequence[int]
+) -> Iterator[tuple[int, dict[str, float], tuple[Any, ...], float]]:
+    """For every batch its seed, the seconds of the shortest step of each kind, the groups, and those of planning."""
+    by_rank = penstock.launch(_rank, plan.num_ranks, plan, model, seeds)
     for index, seed in enumerate(seeds):
         found: list[Found] = [rank[index] for rank in by_rank]
         steps = joined([each.turns for each in found], ("budget", "padded"))
@@ -145,11 +153,11 @@ def _planning_seconds(pipe: penstock.Pipeline, batch: Batch) -> float:
     return total
 
 
-def _simulated(tokens: Sequence[int]) -> float:
-    """Seconds of a step of the sleeping model, if passes took just what they sleep."""
+def _simulated(tokens: Sequence[int], cluster: penstock.Cluster) -> float:
+    """Seconds of a step of the sleeping model, with the measured overhead of passes, messages and steps."""
     seconds = (tuple(each * _SECONDS_PER_TOKEN for each in tokens),) * _SLEEPING_RANKS
     schedule = penstock.schedule("1f1b", _SLEEPING_RANKS, len(tokens))
-    return penstock.simulate(schedule, penstock.StageCosts(seconds, seconds, seconds)).makespan
+    return penstock.simulate(schedule, penstock.StageCosts(seconds, seconds, seconds), cluster).makespan
 
 
 def _batch(seed: int) -> Batch:
