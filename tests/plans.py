@@ -52,7 +52,7 @@ def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **ch
         return penstock.plan(model, *batch, partitioner=partitioner, budget_seconds=0.0, **choices)
 
 
-def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None) -> Profile:
+def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None, budget: float = 0.0) -> Profile:
     return Profile.uniform(measured_model(captured, loss_fn is not None).graph)
 
 

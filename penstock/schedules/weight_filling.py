@@ -5,9 +5,10 @@ instead; one that has no memory for the next forward runs weight gradients first
 than before.
 """
 
-import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved; the costs are of its stages."""
     costs.check_microbatches(schedule.num_microbatches)
     actions = _action_table(schedule, costs)
-    variants = (schedule, *(_GreedyFill(schedule, actions, patience).run() for patience in _PATIENCE))
+    variants = (schedule, *(_fill(schedule, actions, patience) for patience in _PATIENCE))
     lengths = [schedule_length(variant, costs) for variant in variants]
     # Shorter in one measure must not be longer in the other.
     allowed = [place for place, found in enumerate(lengths) if found.span <= lengths[0].span]
@@ -71,7 +72,7 @@ def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Rank:
     """State of one rank: remaining passes in order, pending weight gradients, bytes held, and passes done, by index."""
 
@@ -83,68 +84,54 @@ class _Rank:
     done: list[int] = field(default_factory=list)
 
 
-class _GreedyFill:
+def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> Schedule:
     """One greedy run over all ranks in the order of their clocks."""
-
-    def __init__(self, schedule: Schedule, actions: _ActionTable, patience: float) -> None:
-        self.schedule, self.actions, self.patience = schedule, actions, patience
-        self.ends = [inf] * len(schedule.table.codes)
-        self.waiting: dict[int, int] = {}
-        self.ranks = [self._rank(rank) for rank in range(schedule.num_ranks)]
-        self.queue = [(0.0, rank) for rank in range(schedule.num_ranks)]
-
-    def _rank(self, rank: int) -> _Rank:
-        table = self.schedule.table
-        first, end = table.starts[rank : rank + 2].tolist()
+    table, ranks = schedule.table, []
+    for first, end in pairwise(table.starts.tolist()):
         fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
-        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.actions.allocated[first:end]).max()))
-
-    def run(self) -> Schedule:
-        """Run all ranks to their end and return the new schedule."""
-        while self.queue:
-            _, number = heapq.heappop(self.queue)
-            self._step(number, self.ranks[number])
-        codes = self.schedule.table.codes
-        # A weight gradient is stored as -1 - (index of its input gradient).
-        weights = codes - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
-        done = [np.asarray(rank.done, dtype=np.int64) for rank in self.ranks]
-        table = Orders([np.where(index < 0, weights[-1 - index], codes[index]) for index in done])
-        return Schedule(self.schedule.placement, self.schedule.num_microbatches, table)
-
-    def _step(self, number: int, rank: _Rank) -> None:
-        """Run the next pass of a rank, or let it wait for another rank."""
-        if not rank.fixed:
-            rank.done += [-1 - index for index in rank.pending]
-            return
-        index = rank.fixed[0]
-        need, allocated = self.actions.needs[index], self.actions.allocated[index]
-        ready = 0.0 if need == -1 else self.ends[need]
-        is_full = allocated > 0 and rank.held + allocated > rank.limit
-        gap = ready - rank.clock
-        # A weight gradient runs in a gap that it fills at least in part, or to free memory.
-        if rank.pending and (is_full or gap > self.patience * self.actions.weight_seconds[rank.pending[0]]):
-            self._run_weight(number, rank)
-        elif ready < inf:
-            self._run_fixed(number, rank, ready)
-        else:
-            self.waiting[need] = number
-
-    def _run_weight(self, number: int, rank: _Rank) -> None:
-        index = rank.pending.popleft()
-        rank.done.append(-1 - index)
-        rank.clock += self.actions.weight_seconds[index]
-        rank.held += self.actions.weight_taken[index]
-        heapq.heappush(self.queue, (rank.clock, number))
-
-    def _run_fixed(self, number: int, rank: _Rank, ready: float) -> None:
-        index = rank.fixed.popleft()
-        rank.done.append(index)
-        rank.clock = max(rank.clock, ready) + self.actions.seconds[index]
-        rank.held += self.actions.allocated[index]
-        if self.actions.kinds[index] == Kind.INPUT_GRAD:
-            rank.pending.append(index)
-        self.ends[index] = rank.clock
-        heapq.heappush(self.queue, (rank.clock, number))
-        if index in self.waiting:
-            waiter = self.waiting.pop(index)
-            heapq.heappush(self.queue, (max(rank.clock, self.ranks[waiter].clock), waiter))
+        ranks.append(_Rank(deque(fixed.tolist()), float(np.cumsum(actions.allocated[first:end]).max())))
+    kinds, needs, seconds, weight_seconds, allocated, weight_taken = actions
+    ends = [inf] * len(kinds)
+    waiting: dict[int, int] = {}
+    queue = [(0.0, number) for number in range(len(ranks))]
+    # Plain lists and few calls: orders of large problems spend their time in this loop.
+    while queue:
+        _, number = heappop(queue)
+        rank = ranks[number]
+        while True:
+            if not rank.fixed:
+                rank.done += [-1 - index for index in rank.pending]
+                break
+            index = rank.fixed[0]
+            need, bytes_of_next = needs[index], allocated[index]
+            ready = 0.0 if need == -1 else ends[need]
+            is_full = bytes_of_next > 0 and rank.held + bytes_of_next > rank.limit
+            # A weight gradient runs in a gap that it fills at least in part, or to free memory.
+            if rank.pending and (is_full or ready - rank.clock > patience * weight_seconds[rank.pending[0]]):
+                index = rank.pending.popleft()
+                rank.done.append(-1 - index)
+                rank.clock += weight_seconds[index]
+                rank.held += weight_taken[index]
+            elif ready < inf:
+                rank.fixed.popleft()
+                rank.done.append(index)
+                clock = rank.clock = (ready if ready > rank.clock else rank.clock) + seconds[index]
+                rank.held += bytes_of_next
+                if kinds[index] == Kind.INPUT_GRAD:
+                    rank.pending.append(index)
+                ends[index] = clock
+                if index in waiting:
+                    waiter = waiting.pop(index)
+                    heappush(queue, (max(clock, ranks[waiter].clock), waiter))
+            else:
+                waiting[need] = number
+                break
+            if queue and queue[0] < (rank.clock, number):
+                heappush(queue, (rank.clock, number))
+                break
+    codes = table.codes
+    # A weight gradient is stored as -1 - (index of its input gradient).
+    weights = codes - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
+    done = [np.asarray(rank.done, dtype=np.int64) for rank in ranks]
+    orders = Orders([np.where(index < 0, weights[-1 - index], codes[index]) for index in done])
+    return Schedule(schedule.placement, schedule.num_microbatches, orders)
