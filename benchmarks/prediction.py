@@ -57,7 +57,14 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
         runs = []
         for sleeper in _sleepers(count):
             data = torch.ones(sleeper.microbatches, SIZE)
-            plan = _planned(sleeper.model(), data, sleeper.ranks, sleeper.microbatches, sleeper.schedule)
+            plan = penstock.plan(
+                sleeper.model(),
+                (data,),
+                ranks=sleeper.ranks,
+                microbatches=sleeper.microbatches,
+                schedule=sleeper.schedule,
+                budget_seconds=_PLAN_SECONDS,
+            )
             name = f"{sleeper.schedule} {sleeper.ranks}x{sleeper.microbatches}"
             runs.append(Run(name, plan, sleeper.model, data, data))
         errors = []
@@ -83,8 +90,20 @@ def computing(
 
     def lines() -> Iterator[Line]:
         model, (tokens, wanted) = gpt(sizes), batch(sizes)
-        plans = {name: _planned(model, tokens, ranks, sizes.microbatches, name) for name in names}
-        runs = [Run(name, plan, lambda: gpt(sizes), tokens, wanted) for name, plan in plans.items()]
+        runs = []
+        for name in names:
+            plan = penstock.plan(
+                model,
+                (tokens,),
+                ranks=ranks,
+                microbatches=sizes.microbatches,
+                schedule=name,
+                budget_seconds=_PLAN_SECONDS,
+                # The loss runs in the passes of the last stage.
+                loss_fn=loss,
+                target=wanted,
+            )
+            runs.append(Run(name, plan, lambda: gpt(sizes), tokens, wanted))
         yield from _compared(runs, loss, times, limit)
 
     columns = ("schedule", "predicted", "measured", "load", "error")
@@ -134,12 +153,6 @@ def _sleepers(count: int) -> Iterator[Sleeper]:
         units = tuple(longest * chance.choice((0.5, 0.75, 1)) for _ in range(chance.randint(3 * ranks, 4 * ranks)))
         names = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")
         yield Sleeper(units, ranks, chance.randint(ranks, 3 * ranks), chance.choice(names))
-
-
-def _planned(model: nn.Module, data: Tensor, ranks: int, microbatches: int, schedule: str) -> penstock.Plan:
-    return penstock.plan(
-        model, (data,), ranks=ranks, microbatches=microbatches, schedule=schedule, budget_seconds=_PLAN_SECONDS
-    )
 
 
 class Run(NamedTuple):
