@@ -92,15 +92,24 @@ def _plan(ranks: int, cores: int, echo: Print) -> "Plan":
     import torch
 
     import penstock
+    from penstock.demo.gpt import loss
     from penstock.demo.training import SIZES, batches, model
     from penstock.ir import counted
 
     torch.set_num_threads(1)  # as each of the ranks will have
     gpt = model()
-    tokens, _ = next(batches(SIZES, 1))
+    tokens, target = next(batches(SIZES, 1))
     count = f"{sum(value.numel() for value in gpt.parameters()):,}"
     echo(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} characters")
-    plan = penstock.plan(gpt, (tokens,), ranks=ranks, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS)
+    plan = penstock.plan(
+        gpt,
+        (tokens,),
+        ranks=ranks,
+        microbatches=SIZES.microbatches,
+        loss_fn=loss,
+        target=target,
+        budget_seconds=SEARCH_SECONDS,
+    )
     if plan.cluster.cores:
         echo(f"{ranks} ranks share {counted(cores, 'core')} here; the plan and its prediction account for that")
     headline = str(plan).partition("\n\n")[0]
