@@ -11,7 +11,6 @@ message, and the content. A message that is larger than a slot takes several.
 import mmap
 import os
 import platform
-import struct
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +27,6 @@ MAX_SLOTS = 64
 _MIN_SLOTS = 2
 _MIN_SLOT_BYTES = 4096
 _ALIGNMENT = 64
-_HEADER = struct.Struct("<qq")
 _HEADER_BYTES = _ALIGNMENT
 # Positions of the counters in units of 8 bytes.
 _WRITTEN, _FREED, _IS_AWAITED = 0, 8, 16
@@ -94,6 +92,7 @@ class Ring:
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.counters = memoryview(memory).cast("q")
+        """all of the memory as 64-bit numbers: the counters, and the headers of the slots"""
         self._position, self._start = 0, _FIRST_SLOT
         """number of slots that this end has written or freed, and the offset of the current one"""
         self._limit = num_slots
@@ -143,10 +142,10 @@ class Ring:
 
     def publish(self, tag: int, num_bytes: int) -> bool:
         """Hand the slot that was filled over to the receiver; returns whether the receiver must be woken."""
-        _HEADER.pack_into(self._memory, self._start, tag, num_bytes)
+        counters, header = self.counters, self._start // 8
+        counters[header], counters[header + 1] = tag, num_bytes
         self._position = position = self._position + 1
         self._start = _FIRST_SLOT + (position % self.num_slots) * (_HEADER_BYTES + self.slot_bytes)
-        counters = self.counters
         if not _KEEPS_ORDER:
             memory_barrier()  # the content is visible before the counter
         counters[_WRITTEN] = position
@@ -178,7 +177,8 @@ class Ring:
 
     def header(self) -> tuple[int, int]:
         """Tag of the message in the current slot, and its whole size in bytes."""
-        return _HEADER.unpack_from(self._memory, self._start)  # type: ignore[return-value]
+        header = self._start // 8
+        return self.counters[header], self.counters[header + 1]
 
     def free(self) -> None:
         """Let the sender overwrite the current slot."""
