@@ -53,6 +53,7 @@ SYNC_POINTS = (
     ("Pipeline", "the construction of the Pipeline"),
 )
 """calls that synchronise all ranks, each with its description in reports"""
+_SYNC_CODES = {name: index for index, (name, _) in enumerate(SYNC_POINTS)}
 
 _STATES = (STARTED, IDLE, WORKING, WAITING, ENDED, PREPARING, SYNCING)
 _STARTED, _IDLE, _WORKING, _WAITING, _ENDED, _PREPARING, _SYNCING = range(len(_STATES))
@@ -337,7 +338,7 @@ def status_directory() -> Path | None:
 
 def sync_point_code(name: str) -> int:
     """Index of a call in SYNC_POINTS; one past the end for a name that is not listed."""
-    return next((index for index, (known, _) in enumerate(SYNC_POINTS) if known == name), len(SYNC_POINTS))
+    return _SYNC_CODES.get(name, len(SYNC_POINTS))
 
 
 def action_of(code: int) -> Action | None:

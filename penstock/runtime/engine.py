@@ -681,13 +681,13 @@ class Engine:
         elif result.sums[3]:
             raise_on_all_ranks(groups, difference)
         return Result(
-            torch.tensor(total, dtype=torch.float64).to(loss_dtype) if has_loss > 0 else None,
-            tuple(torch.tensor(losses_and_weights[:count], dtype=torch.float64).to(loss_dtype).unbind()),
+            torch.tensor(total, dtype=loss_dtype) if has_loss > 0 else None,
+            tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
             tuple(losses_and_weights[count:]),
             outputs,
             trace,
             skipped,
-            {name: torch.tensor(loss, dtype=torch.float64).to(loss_dtype) for name, (loss, _) in by_name.items()},
+            {name: torch.tensor(loss, dtype=loss_dtype) for name, (loss, _) in by_name.items()},
             {name: tuple(weights) for name, (_, weights) in by_name.items()},
             step.seed,
         )
