@@ -106,11 +106,12 @@ class Replay:
         """of random calls: the hash of the name, whether the draw is for the whole batch, whether it is Python's"""
 
     def run(self, values: Values, seed: DrawSeed | None = None) -> Values:
-        """Run all calls on `values`; returns the wanted values. Others are removed from `values` after their last use.
+        """Run all calls on `values`; returns the wanted values. Others are dropped after their last use.
 
         With a `seed`, the random numbers of each call depend only on the seed and the name of the call: they are the
         same for any partition and order.
         """
+        values = dict(values)
         draws = self._draws if seed is not None else {}
         is_cuda = bool(draws) and device_of(self._modules).type == "cuda"
         hook = _active_hook.get()
