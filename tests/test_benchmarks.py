@@ -33,6 +33,7 @@ from benchmarks import (
     slow_ranks,
     soak,
     synthesis,
+    vocabulary,
     walk,
 )
 from benchmarks.__main__ import main
@@ -272,6 +273,14 @@ def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
     lines = list(saving.lost(sizes, every=1, turns=1).lines)
     assert [line.cells[0] for line in lines] == ["synchronous", "asynchronous"]
     assert lines[0].value > 0
+
+
+@pytest.mark.whole
+def test_the_gain_of_a_split_output_layer_is_predicted_and_measured():
+    sizes = Sizes(layers=2, width=8, heads=2, vocabulary=64, length=4, samples=2, microbatches=2)
+    lines = list(vocabulary.computing(sizes, times=1, budget_seconds=0.2).lines)
+    assert [line.cells[0] for line in lines] == ["predicted", "measured", "error"]
+    assert all(line.value > 0 for line in lines)
 
 
 @pytest.mark.whole

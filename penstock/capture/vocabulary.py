@@ -507,10 +507,19 @@ def sharded_granularity(model: nn.Module, granularity: Granularity) -> Granulari
 
 def sharded_head(graph: Graph) -> tuple[str, int] | None:
     """The output layer that is split in a graph and the number of its shards; None if none is."""
-    shards = {node.module for node in graph.nodes if node.is_leaf and node.kind == VocabularyShard.__name__}
+    shards = [node.module for node in graph.nodes if node.is_leaf and node.kind == VocabularyShard.__name__]
     if not shards:
         return None
-    return min(shards).rpartition(f".{_SHARDS}.")[0], len(shards)
+    head, num_shards = shards[0].rpartition(f".{_SHARDS}.")[0], len({*shards})
+    if len(shards) != num_shards:
+        # Calls of one shard may be on several ranks, which would all have its rows.
+        raise CaptureError(
+            "an output layer can be split only if one cross entropy is computed of its logits",
+            module=head,
+            found=len(shards) // num_shards,
+            hint="vocabulary_shards=None, or one F.cross_entropy of all rows",
+        )
+    return head, num_shards
 
 
 def unsharded_granularity(graph: Graph) -> Granularity:

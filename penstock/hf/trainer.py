@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
 from penstock.batches import split_batch, whole_batch
-from penstock.capture import GeneratorStates, Granularity, python_generators, torch_generators
+from penstock.capture import GeneratorStates, Granularity, python_generators, sharded_head, torch_generators
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
 from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters
@@ -344,6 +344,9 @@ class PipelineMixin:
             Loss, outputs and labels.
         """
         model = self._pipelined(model, inputs)
+        if not prediction_loss_only and sharded_head(self.pipe.plan.graph) is not None:
+            hint = "prediction_loss_only=True without compute_metrics, or a plan with vocabulary_shards=None"
+            raise RunError("a split output layer has no whole logits to predict or to compute metrics of", hint=hint)
         self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
         self._is_predicting = True
         try:

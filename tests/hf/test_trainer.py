@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import default_data_collator
 
+import penstock
 from penstock import RunError
 from penstock.hf import PipelineTrainer
 from tests.hf import runs
@@ -55,3 +57,15 @@ def test_a_budget_of_tokens_gives_the_numbers_of_one_process(tmp_path: Path) -> 
     smoothed = runs.made(PipelineTrainer, tmp_path, {**given, "label_smoothing_factor": 0.1}, **data, **options)
     with pytest.raises(RunError, match="budget_tokens needs a model that returns its loss"):
         smoothed.train()
+
+
+def test_a_split_output_layer_is_evaluated_but_has_no_predictions(tmp_path: Path) -> None:
+    batch = default_data_collator(runs.samples(4))
+    quick = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "budget_seconds": 0.1}
+    plan = penstock.plan(runs.model(), kwargs=batch, vocabulary_shards=2, **quick)
+    trainer = runs.made(PipelineTrainer, tmp_path, {}, plan=plan, local=True)
+    with torch.no_grad():
+        expected = runs.model().eval()(**batch).loss
+    assert trainer.evaluate(runs.samples(4))["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(RunError, match="has no whole logits to predict"):
+        trainer.predict(runs.samples(4))

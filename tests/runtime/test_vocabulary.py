@@ -258,6 +258,16 @@ def test_calls_that_need_logits_are_refused() -> None:
         pipe.forward(words)
 
 
+def test_two_cross_entropies_of_the_same_logits_are_refused() -> None:
+    def halves(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits.flatten(0, 1), labels.flatten()
+        return sum(functional.cross_entropy(*(each[part] for each in rows)) for part in (slice(0, 4), slice(4, 10)))
+
+    words, labels = batch()
+    with pytest.raises(CaptureError, match=r"only if one cross entropy .*found: 2"):
+        penstock.plan(seeded(Words(False)), (words,), loss_fn=halves, target=labels, vocabulary_shards=2, **QUICK)
+
+
 def test_outputs_besides_the_loss_may_come_from_other_layers() -> None:
     class Encoding(Words):
         def forward(self, words: Tensor, labels: Tensor | None = None) -> Any:
