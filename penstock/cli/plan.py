@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.api.train_loop import StepCall
-    from penstock.ir import Cluster, DeviceSpeed, Plan, Schedule
+    from penstock.ir import Cluster, DeviceSpeed, Plan
 
 SCHEDULE_NAME = "schedule.csv"  # the name of the order in printed configurations
 
@@ -409,23 +410,11 @@ def make_plan(
                 hint = f"--microbatches {samples}, or a batch with more samples"
                 sizes = {"samples": samples, "microbatches": microbatches}
                 raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
-        best = penstock.plan(model, args, kwargs, **arguments)
+        search = partial(penstock.plan, model, args, kwargs, **arguments)
         if not by_module:
-            return best
-
-        def plan_modules(lists: list[list[str]], schedule: "Schedule") -> "Plan":
-            given = {"partitioner": lists, "schedule": schedule, "microbatches": "auto", "stages_per_rank": None}
-            return penstock.plan(model, args, kwargs, **arguments | given)
-
-        ties_weights = by_module in TIES_WEIGHTS
-        try:
-            return _cut_at_modules(best, plan_modules, ties_weights)
-        except PartitionError as error:
-            if options.schedule != "auto" or options.stages_per_rank is not None or best.num_stages == best.num_ranks:
-                raise
-            note(f"planned again with one stage per rank, because with {best.num_stages} stages: {error.problem}")
-        single = penstock.plan(model, args, kwargs, **arguments | {"stages_per_rank": 1})
-        return _cut_at_modules(single, plan_modules, ties_weights)
+            return search()
+        has_choice = options.schedule == "auto" and options.stages_per_rank is None
+        return _plan_by_module(search, by_module in TIES_WEIGHTS, has_choice)
 
 
 def is_torchrun_rank() -> bool:
@@ -436,17 +425,30 @@ def is_torchrun_rank() -> bool:
 # --------------------------------------------------------------------------------------------- formats of other tools
 
 
-def _cut_at_modules(
-    plan: "Plan", plan_modules: "Callable[[list[list[str]], Schedule], Plan]", ties_weights: bool
-) -> "Plan":
-    """The plan if its stages are lists of modules, else one from `plan_modules` with cuts at module borders."""
+def _plan_by_module(search: "Callable[..., Plan]", ties_weights: bool, has_choice: bool) -> "Plan":
+    """The best plan whose stages are whole modules. `search` is `penstock.plan` with its arguments.
+
+    If the stages of the best plan cannot be, and the number of stages is open, there is one stage per rank.
+    """
+    best = search()
+    try:
+        return _cut_at_modules(best, search, ties_weights)
+    except PartitionError as error:
+        if not has_choice or best.num_stages == best.num_ranks:
+            raise
+        note(f"planned again with one stage per rank, because with {best.num_stages} stages: {error.problem}")
+    return _cut_at_modules(search(stages_per_rank=1), search, ties_weights)
+
+
+def _cut_at_modules(plan: "Plan", search: "Callable[..., Plan]", ties_weights: bool) -> "Plan":
+    """The plan if its stages are whole modules, else one with the same order and its cuts moved to module borders."""
     from penstock.partitioners import by_modules
     from penstock.views import check_can_run, module_lists
 
     lists = module_lists(plan)
     if by_modules(plan.graph, lists) != plan.partition:
         note("moved the cuts to module boundaries, because lists of module names cannot express others")
-        plan = plan_modules(lists, plan.schedule)
+        plan = search(partitioner=lists, schedule=plan.schedule, microbatches="auto", stages_per_rank=None)
     check_can_run(plan, ties_weights)
     return plan
 
