@@ -70,8 +70,8 @@ class ShortTraining:
 
     def plan_for(self, ranks: int, file: str = "other.json") -> Plan:
         """A plan for a number of ranks, also written to a file."""
-        wishes = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
-        code, output = self.call("plan", "model.py:build", *wishes, "--out", file)
+        options = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
+        code, output = self.call("plan", "model.py:build", *options, "--out", file)
         assert code == 0, output
         return Plan.load(self.directory / file)
 

@@ -1,4 +1,4 @@
-"""The doors to measuring work as API.md writes them."""
+"""measure, measure_speed and measure_links work as API.md writes them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a Pipeline is given wrongly is refused at the door: what is wrong, the value, and what to try."""
+"""Wrong arguments of a Pipeline are refused: the message has the problem, the value, and what to try."""
 
 from typing import Any
 

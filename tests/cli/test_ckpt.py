@@ -14,51 +14,51 @@ from tests.plans import quick_plan
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("shelf")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
     saved(root, 1, 2)
     return root
 
 
-def damaged(shelf: Path, target: Path) -> Path:
+def damaged(checkpoints: Path, target: Path) -> Path:
     """A copy whose newest checkpoint lacks the end of a file."""
-    shutil.copytree(shelf, target)
+    shutil.copytree(checkpoints, target)
     path = target / "step-000002" / "stage-001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     (target / ".tmp-step-000003-00000000").mkdir()
     return target
 
 
-def test_ls_lists_the_newest_first(shelf: Path, call: Any, tmp_path: Path) -> None:
-    rows = json.loads(call("ckpt", "ls", shelf, "--json").output)
+def test_ls_lists_the_newest_first(checkpoints: Path, call: Any, tmp_path: Path) -> None:
+    rows = json.loads(call("ckpt", "ls", checkpoints, "--json").output)
     assert [(row["name"], row["state"], row["ranks"]) for row in rows] == [
         ("step-000002", "complete", 2),
         ("step-000001", "complete", 2),
     ]
-    shown = call("ckpt", "ls", damaged(shelf, tmp_path / "bad")).output
+    shown = call("ckpt", "ls", damaged(checkpoints, tmp_path / "bad")).output
     assert "size of a file has changed" in shown
     assert ".tmp-step-000003-00000000 | " in shown
     assert "incomplete" in shown
 
 
 def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
-    shelf: Path, call: Any, tmp_path: Path
+    checkpoints: Path, call: Any, tmp_path: Path
 ) -> None:
-    assert call("ckpt", "verify", shelf).exit_code == 0
-    result = call("ckpt", "verify", damaged(shelf, tmp_path / "bad"))
+    assert call("ckpt", "verify", checkpoints).exit_code == 0
+    result = call("ckpt", "verify", damaged(checkpoints, tmp_path / "bad"))
     assert result.exit_code == 6
     assert "step-000002: the size of a file has changed" in result.output
     assert "step-000001: good" in result.output
     assert "resumes from step-000001" in result.output
-    document = json.loads(call("ckpt", "verify", shelf, "--json").output)
+    document = json.loads(call("ckpt", "verify", checkpoints, "--json").output)
     assert document["newest_good"] == "step-000002"
 
 
-def test_show_lists_the_contents_of_a_checkpoint(shelf: Path, call: Any) -> None:
-    document = json.loads(call("ckpt", "show", shelf / "step-000001", "--json").output)
+def test_show_lists_the_contents_of_a_checkpoint(checkpoints: Path, call: Any) -> None:
+    document = json.loads(call("ckpt", "show", checkpoints / "step-000001", "--json").output)
     assert (document["step"], document["optimizer"], document["tied"]) == (1, "Adam", [["embed.weight", "head.weight"]])
     assert {"name": "mix", "file": "stage-000.safetensors", "type": "F64", "shape": "[4, 4]"} in document["tensors"]
-    assert "optimizer: Adam" in call("ckpt", "show", shelf).output
+    assert "optimizer: Adam" in call("ckpt", "show", checkpoints).output
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "show"])
@@ -96,13 +96,13 @@ def test_an_exported_model_is_loaded_by_from_pretrained_with_equal_outputs(call:
     assert json.loads(given.stdout)["model"] == "LlamaForCausalLM"
 
 
-def test_without_a_configuration_nothing_is_exported(shelf: Path, call: Any, tmp_path: Path) -> None:
+def test_without_a_configuration_nothing_is_exported(checkpoints: Path, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    result = call("ckpt", "export", shelf, "--hf", tmp_path / "out")
+    result = call("ckpt", "export", checkpoints, "--hf", tmp_path / "out")
     assert result.exit_code == 6
     assert "--config PATH" in result.output
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    result = call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path)
+    result = call("ckpt", "export", checkpoints, "--hf", tmp_path / "out", "--config", tmp_path)
     assert "not the configuration" in result.output
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""The ResNet of the flat door trains and answers with the numbers of one process."""
+"""The ResNet of penstock.flat trains and evaluates with the numbers of one process."""
 
 import pytest
 import torch
