@@ -1,5 +1,7 @@
 """linear: even runs, even sums of ranks, few bytes, and speed that does not cost exactness."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,20 @@ def test_several_stages_per_rank_are_even_in_sum(placement):
 def test_three_stages_per_rank_are_near_to_even():
     costs = np.random.default_rng(3).random(200)
     assert max(loads(costs, 8, Placement.loop(8, 3))) <= 1.01 * costs.sum() / 8
+
+
+@pytest.mark.parametrize("placement", [Placement.loop(2, 2), Placement.vee(2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_two_stages_per_rank_of_many_atoms_are_within_a_thousandth_of_the_best_runs(placement, seed):
+    costs = np.random.default_rng(seed).lognormal(size=70)
+    added = np.concatenate(([0], np.cumsum(costs)))
+    cuts = added[np.array(list(combinations(range(1, 70), 3))).T]
+    runs = np.diff(np.stack((np.zeros(cuts.shape[1]), *cuts, np.full(cuts.shape[1], added[-1]))), axis=0)
+    first = runs[np.array(placement.ranks) == 0].sum(axis=0)
+    best = np.maximum(first, added[-1] - first).min()
+    division = divide("linear", Problem(*chain(costs), Cluster(2), placement))
+    assert best * (1 - 1e-12) <= division.bottleneck_seconds <= 1.001 * best
+    assert division.contiguous_bound_seconds <= best * (1 + 1e-12)
 
 
 def test_a_free_placement_is_evened_out_too():
