@@ -77,7 +77,7 @@ def test_there_are_as_many_ranks_as_cores(cores: int, ranks: int, call, monkeypa
         asked.append(given)
         raise RunError("enough")
 
-    monkeypatch.setattr("penstock.cli.demo._num_cores", lambda: cores)
+    monkeypatch.setattr("penstock.launch.num_cores", lambda: cores)
     monkeypatch.setattr("penstock.cli.demo._plan", plan)
     assert call("demo").exit_code == 5
     assert asked == [ranks]
