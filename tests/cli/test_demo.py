@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def test_there_are_as_many_ranks_as_cores(cores: int, ranks: int, call, monkeypa
         asked.append(given)
         raise RunError("enough")
 
-    monkeypatch.setattr("penstock.launch.num_cores", lambda: cores)
+    # By its module: `penstock.launch` is a function.
+    monkeypatch.setattr(import_module("penstock.launch"), "num_cores", lambda: cores)
     monkeypatch.setattr("penstock.cli.demo._plan", plan)
     assert call("demo").exit_code == 5
     assert asked == [ranks]
