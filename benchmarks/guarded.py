@@ -73,7 +73,8 @@ def _own_scratch(directory: Path) -> Iterator[Path]:
 @contextmanager
 def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
     """A function that loads checkpoints into a model."""
-    path = training.directory / "loading.py"
+    # A file of its own: one of the same size and second would be taken for the one that was compiled before.
+    path = training.directory / ("loading.py" if model == MODEL else "loading_other.py")
     path.write_text(model, encoding="utf-8")
     with build_model(f"{path}:build") as build:
         plan = Plan.load(training.directory / "plan.json")
