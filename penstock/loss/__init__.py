@@ -3,14 +3,15 @@
 `LossWeights` is used by the runtime: it computes the losses of a loss function and finds the weight of each
 microbatch. `probe.py` explains the identity that it rests on.
 
-    weights.py        LossWeights: the weights of every step, also over replicas, and warnings
+    weights.py        LossWeights: the weights of every step, and warnings; replicas.py: weights among all replicas
     decide.py         whether weights can be counted, must be evaluated in every step, or do not exist
     counts.py         weights that are the shares of samples, labels or a mask
     probe.py          compares gradients for some samples together with those for the same samples in parts
     samples.py        selects samples of a batch and makes outputs for them
     terms.py          finds the losses in the result of a model or a loss function
     function.py       evaluates a loss function
-    model.py          evaluates the loss that a model returns, without running its blocks
+    model.py          evaluates the loss that a model returns; noise.py: the results of its blocks, which do not run
+    interactions.py   finds samples that interact inside a model
     added.py          add_loss; added_weights.py finds the weights of added losses
 """
 

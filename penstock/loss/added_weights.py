@@ -9,7 +9,8 @@ from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
 from penstock.loss.counts import Count, Kind
-from penstock.loss.model import ModelLoss, Noise
+from penstock.loss.model import ModelLoss
+from penstock.loss.noise import Noise
 from penstock.loss.probe import Evaluation, Probe, evaluation
 from penstock.loss.samples import choose_parts
 from penstock.loss.weights import LossStep
@@ -91,7 +92,7 @@ class AddedLosses:
         draws = []
         with model.isolated():
             for draw in range(2):
-                noise = Noise(model, parts, draw)
+                noise = model.noise(parts, draw)
                 union = evaluations(noise, range(len(parts)))
                 alone = [evaluations(noise, [number]) for number in range(len(parts))]
                 columns = zip(union, *alone, strict=True)

@@ -1,10 +1,8 @@
 """The weight of each microbatch's loss in the loss of the batch."""
 
-import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +10,13 @@ from torch import Tensor
 from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
-from penstock.ir import transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.decide import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.function import LossFn, LossFunction
-from penstock.loss.model import ModelLoss, find_mixing_blocks, interaction_warnings
+from penstock.loss.interactions import interaction_warnings
+from penstock.loss.model import ModelLoss
 from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
+from penstock.loss.replicas import Replicas, agree_on_names, reference_sample, weights_among_replicas
 from penstock.loss.samples import LARGE, repeat_positions
 from penstock.loss.terms import SINGLE, loss_values, losses_of_function
 
@@ -26,22 +25,6 @@ _FUNCTION = ""
 """the key of the decision about a loss function"""
 _SECOND_SCALE = 0.75
 """the scale of the copied output that stands for the second microbatch, whose own is not computed yet"""
-_ROUNDING = 1e-6
-_NUM_BUCKETS = 1 << 12
-"""of the hashes of counts, when replicas look for one that fits on all of them"""
-_NUM_CODES = 1 << 20
-"""few enough that the squares of their sums are exact in float64"""
-
-
-class Replicas(Protocol):
-    """The copies of the pipeline that train on other batches at the same time."""
-
-    @property
-    def count(self) -> int:
-        """The number of replicas."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The values summed over all replicas."""
 
 
 @dataclass
@@ -74,7 +57,7 @@ class LossWeights:
           _confirm                     with a loss function: the cheap check of an ordinary step; if it fails:
           _weigh                       finds the weights
             _decision                  the known decision if it still holds, else a new one (`decide`)
-            _weights_among_replicas    if other replicas train on other batches
+            weights_among_replicas     if other replicas train on other batches
         warnings                       at the end of the step
     """
 
@@ -145,11 +128,7 @@ class LossWeights:
 
     def agree_on_names(self, names: Iterable[str]) -> None:
         """Raise a RunError, on every replica, if the replicas have losses of different names."""
-        code = _hash(sorted(names))
-        total, squares = self._replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
-        if not self._are_equal(total, squares):
-            hint = "the same dict of losses on every replica"
-            raise RunError("the replicas have losses of different names", names=", ".join(names), hint=hint)
+        agree_on_names(self._replicas, names)
 
     def weigh(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> None:
         """Find the weights of a step, given the output and the loss of one of its microbatches."""
@@ -196,7 +175,7 @@ class LossWeights:
                 index = step.recordings.index(recording)
                 microbatches = with_columns_of(step.microbatches, index)
                 loss = ModelLoss(self._captured, recording, microbatches, self._remote, recorded=index)
-                mixing = find_mixing_blocks(loss, with_outputs=self.checks_outputs)
+                mixing = loss.find_mixing_blocks(self.checks_outputs)
                 found = interaction_warnings(self._captured.model, recording, mixing)
                 self._interactions.put(recording, found)
             texts.update(dict.fromkeys(found))
@@ -273,7 +252,7 @@ class LossWeights:
         if is_replicated:
             # Weights among the microbatches of one replica do not determine weights among all. A sample that is the
             # same on every replica does, because all weights can be expressed relative to its own.
-            microbatches.append(_reference(microbatches[0]))
+            microbatches.append(reference_sample(microbatches[0]))
         loss = make_loss(microbatches)
         pieces = [(loss.tensors(microbatch), microbatch.size) for microbatch in microbatches]
         own_pieces = pieces[: len(step.microbatches)]
@@ -298,7 +277,9 @@ class LossWeights:
                 decision, weights = Decision(_LABELS), _LABELS.weights(own_pieces)
         step.weights, step.loss_problem = weights, decision.problem
         if is_replicated:
-            step.weights, step.loss_problem = self._weights_among_replicas(decision, weights, own_pieces)
+            step.weights, step.loss_problem = weights_among_replicas(
+                self._replicas, decision, weights, own_pieces, self.reduction
+            )
 
     def _decision(
         self, loss: ProbedLoss, pieces: Sequence[Piece], key: str, is_training: bool, is_new: bool
@@ -338,86 +319,3 @@ class LossWeights:
                 self._ranges.put((key, name), now)
                 is_new |= now != before
         return is_new
-
-    def _weights_among_replicas(
-        self, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece]
-    ) -> tuple[tuple[float, ...], str]:
-        """The weights among the microbatches of all replicas, and why they are not exact.
-
-        `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch. A
-        collective call of the replicas: each takes part with every value, even if it does not need the sums.
-        """
-        num_replicas, num_own, count = self._replicas.count, len(pieces), decision.count
-        has_reference = len(weights) > num_own and weights[-1] > 0
-        # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
-        is_additive = has_reference and abs(sum(weights) - 1) <= _ROUNDING
-        problem = decision.problem or ("" if count is not None or is_additive else INSEPARABLE)
-        if problem or decision.is_provisional:
-            shares = [float(size) for _, size in pieces]
-        else:
-            # The reference is the same on all replicas, so that shares relative to it can be added up.
-            shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
-        totals = [] if count is None else count.totals(pieces)
-        # A hash of the count, and the number of entries per sample: both are compared between the replicas.
-        code = _hash(count)
-        entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
-        values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
-        sums = self._replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
-        codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
-        # The replicas average their gradients, so weights are multiplied by the number of replicas.
-        if count is not None and self._are_equal(codes, square_codes):
-            if count.kind == "sum":
-                return (1.0,) * num_own, problem
-            return tuple(own_total / total * num_replicas if total else math.nan for own_total in totals), problem
-        if num_shared == num_replicas and self._are_equal(lengths, square_lengths):
-            return tuple(share / all_shares * num_replicas for share in shares), problem
-        agreed = self._agreed_count(decision, pieces)
-        if agreed is not None:
-            own_totals, total = agreed
-            return tuple(own_total / total * num_replicas for own_total in own_totals), problem
-        raise RunError(
-            "the replicas disagree about how the loss is averaged",
-            reduction=self.reduction,
-            hint='reduction="mean", "tokens" or "sum"',
-        )
-
-    def _are_equal(self, total: float, squares: float) -> bool:
-        """Whether n replicas have the same number, given the sums of the numbers and of their squares.
-
-        By the Cauchy-Schwarz inequality n times the sum of squares is the square of the sum only if all are equal.
-        """
-        return total**2 == self._replicas.count * squares
-
-    def _agreed_count(self, decision: Decision, pieces: Sequence[Piece]) -> tuple[list[float], float] | None:
-        """The totals of a count that fits the batches of all replicas, and their sum over all; None if there is none.
-
-        On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
-        may have decided for another one than the others, which have batches in which they differ.
-        """
-        counts = [] if decision.problem else [count for count in decision.counts if count.kind != "sum"]
-        fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)
-        fits[[int(_hash(count)) % _NUM_BUCKETS for count in counts]] = 1.0
-        common = (self._replicas.sum(fits) == self._replicas.count).nonzero().flatten().tolist()
-        if not common:
-            return None
-        agreed = next(count for count in counts if int(_hash(count)) % _NUM_BUCKETS == common[0])
-        totals, code = agreed.totals(pieces), _hash(agreed)
-        sums = self._replicas.sum(torch.tensor([code, code**2, sum(totals)], dtype=torch.float64)).tolist()
-        return (totals, sums[2]) if self._are_equal(*sums[:2]) and sums[2] else None
-
-
-def _hash(value: object) -> float:
-    """The same number on every replica for equal values, small enough for `_are_equal` to be exact."""
-    return float(zlib.crc32(repr(value).encode()) % _NUM_CODES)
-
-
-def _reference(microbatch: Microbatch) -> Microbatch:
-    """One sample that is the same on every replica: every label, mask, weight and value is 1."""
-
-    def ones(leaf: object) -> object:
-        # A scalar belongs to the whole batch, such as a divisor of the loss.
-        return torch.ones_like(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    sample = microbatch.take(0, 1)
-    args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
-    return replace(sample, args=args, kwargs=kwargs, target=target)

@@ -1,0 +1,132 @@
+"""Weights among the microbatches of all replicas, of which each knows only its own batch.
+
+Replicas can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.batches import Microbatch
+from penstock.errors import RunError
+from penstock.ir import transform
+from penstock.loss.counts import Piece
+from penstock.loss.decide import INSEPARABLE, Decision
+
+_ROUNDING = 1e-6
+_NUM_BUCKETS = 1 << 12
+"""of the hashes of counts, when replicas look for one that fits on all of them"""
+_NUM_CODES = 1 << 20
+"""few enough that the squares of their sums are exact in float64"""
+
+
+class Replicas(Protocol):
+    """The copies of the pipeline that train on other batches at the same time."""
+
+    @property
+    def count(self) -> int:
+        """The number of replicas."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values summed over all replicas."""
+
+
+def reference_sample(microbatch: Microbatch) -> Microbatch:
+    """One sample that is the same on every replica: every label, mask, weight and value is 1."""
+
+    def ones(leaf: object) -> object:
+        # A scalar belongs to the whole batch, such as a divisor of the loss.
+        return torch.ones_like(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    sample = microbatch.take(0, 1)
+    args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
+    return replace(sample, args=args, kwargs=kwargs, target=target)
+
+
+def agree_on_names(replicas: Replicas, names: Iterable[str]) -> None:
+    """Raise a RunError, on every replica, if the replicas have losses of different names."""
+    code = _hash(sorted(names))
+    total, squares = replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
+    if not _are_equal(replicas, total, squares):
+        hint = "the same dict of losses on every replica"
+        raise RunError("the replicas have losses of different names", names=", ".join(names), hint=hint)
+
+
+def weights_among_replicas(
+    replicas: Replicas, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece], reduction: str
+) -> tuple[tuple[float, ...], str]:
+    """The weights among the microbatches of all replicas, and why they are not exact.
+
+    `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch. A
+    collective call of the replicas: each takes part with every value, even if it does not need the sums. `reduction` is
+    the one to name in an error.
+    """
+    num_replicas, num_own, count = replicas.count, len(pieces), decision.count
+    has_reference = len(weights) > num_own and weights[-1] > 0
+    # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
+    is_additive = has_reference and abs(sum(weights) - 1) <= _ROUNDING
+    problem = decision.problem or ("" if count is not None or is_additive else INSEPARABLE)
+    if problem or decision.is_provisional:
+        shares = [float(size) for _, size in pieces]
+    else:
+        # The reference is the same on all replicas, so that shares relative to it can be added up.
+        shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
+    totals = [] if count is None else count.totals(pieces)
+    # A hash of the count, and the number of entries per sample: both are compared between the replicas.
+    code = _hash(count)
+    entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
+    values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
+    sums = replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+    codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
+    # The replicas average their gradients, so weights are multiplied by the number of replicas.
+    if count is not None and _are_equal(replicas, codes, square_codes):
+        if count.kind == "sum":
+            return (1.0,) * num_own, problem
+        return tuple(own_total / total * num_replicas if total else math.nan for own_total in totals), problem
+    if num_shared == num_replicas and _are_equal(replicas, lengths, square_lengths):
+        return tuple(share / all_shares * num_replicas for share in shares), problem
+    agreed = _agreed_count(replicas, decision, pieces)
+    if agreed is not None:
+        own_totals, total = agreed
+        return tuple(own_total / total * num_replicas for own_total in own_totals), problem
+    raise RunError(
+        "the replicas disagree about how the loss is averaged",
+        reduction=reduction,
+        hint='reduction="mean", "tokens" or "sum"',
+    )
+
+
+def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
+    """Whether n replicas have the same number, given the sums of the numbers and of their squares.
+
+    By the Cauchy-Schwarz inequality n times the sum of squares is the square of the sum only if all are equal.
+    """
+    return total**2 == replicas.count * squares
+
+
+def _agreed_count(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[list[float], float] | None:
+    """The totals of a count that fits the batches of all replicas, and their sum over all; None if there is none.
+
+    On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
+    may have decided for another one than the others, which have batches in which they differ.
+    """
+    counts = [] if decision.problem else [count for count in decision.counts if count.kind != "sum"]
+    fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)
+    fits[[int(_hash(count)) % _NUM_BUCKETS for count in counts]] = 1.0
+    common = (replicas.sum(fits) == replicas.count).nonzero().flatten().tolist()
+    if not common:
+        return None
+    agreed = next(count for count in counts if int(_hash(count)) % _NUM_BUCKETS == common[0])
+    totals, code = agreed.totals(pieces), _hash(agreed)
+    sums = replicas.sum(torch.tensor([code, code**2, sum(totals)], dtype=torch.float64)).tolist()
+    return (totals, sums[2]) if _are_equal(replicas, *sums[:2]) and sums[2] else None
+
+
+def _hash(value: object) -> float:
+    """The same number on every replica for equal values, small enough for `_are_equal` to be exact."""
+    return float(zlib.crc32(repr(value).encode()) % _NUM_CODES)
