@@ -23,6 +23,7 @@ from penstock.capture import (
     row_slices,
     sharded_head,
     unsharded_granularity,
+    without_accumulation_hooks,
 )
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, preformatted, transform
@@ -305,8 +306,8 @@ class _StepRunner:
         with ExitStack() as stack:
             if self._loss_module is not None:
                 stack.enter_context(isolated(self._loss_module))
-            stack.enter_context(self.captured.isolated(_SEED))
-            stack.enter_context(self.captured.without_accumulation_hooks())
+            stack.enter_context(isolated(self.captured.model, _SEED))
+            stack.enter_context(without_accumulation_hooks(self.captured.model))
             yield
 
 

@@ -30,7 +30,14 @@ from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
-from penstock.capture.isolation import DispatchMode, internal_call, is_internal_call, isolated, uncompiled
+from penstock.capture.isolation import (
+    DispatchMode,
+    internal_call,
+    is_internal_call,
+    isolated,
+    uncompiled,
+    without_accumulation_hooks,
+)
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import (
     MODULE_ATTRIBUTES,
@@ -113,6 +120,7 @@ __all__ = [
     "unsharded_granularity",
     "whole_parameters",
     "with_loss",
+    "without_accumulation_hooks",
     "without_cache",
     "without_user_hooks",
 ]

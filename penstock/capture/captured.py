@@ -14,7 +14,6 @@ from penstock.capture.draws import DrawSeed
 from penstock.capture.fingerprint import Fingerprinter, batch_signature
 from penstock.capture.granularity import Granularity
 from penstock.capture.guards import InputGuards
-from penstock.capture.isolation import isolated, without_accumulation_hooks
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
 from penstock.capture.recorder import WholeFunctions
@@ -373,14 +372,6 @@ class Captured:
     def has_shared_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the model draws single numbers for the whole batch, which are the same in all microbatches."""
         return bool(self.recording(args, kwargs).shared_draws)
-
-    def isolated(self, seed: int | None = None, written: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """Restore at exit everything that the body changes in the model; see `penstock.capture.isolated`."""
-        return isolated(self.model, seed, written)
-
-    def without_accumulation_hooks(self) -> AbstractContextManager[None]:
-        """Disable the user's post-accumulate-grad hooks in the body."""
-        return without_accumulation_hooks(self.model)
 
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -68,11 +68,11 @@ def has_gradient(tensor: Tensor) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that is equal for two tensors exactly when they share memory."""
+    """A number that is equal for two tensors exactly when they share memory; below 0 for a tensor without storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:
-        # Sparse and other tensors without plain storage share nothing.
+        # Sparse and other tensors share nothing.
         return -id(tensor)
 
 

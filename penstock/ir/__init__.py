@@ -1,4 +1,26 @@
-"""The data model: frozen records of a model, its costs, schedules, plans and traces, and their file formats."""
+"""The data model: frozen records of a model, its costs, schedules, plans and traces, and their file formats.
+
+The files, in the order in which to read them:
+
+    graph.py            the model: nodes, values, parameters; dtypes and their sizes
+    profile.py          measured seconds and bytes of every node
+    partition.py        the nodes of every stage, and the values that cross each cut
+    placement.py        the rank of every stage, and the edges between stages
+    action.py           the instructions of a rank, and the rules for what an action needs and makes
+    orders.py           the orders of all ranks as one array, and the dependencies between their actions
+    schedule.py         Schedule and Program: orders before and after lowering
+    costs.py            seconds and bytes per stage; training_state.py: gradients and optimizer
+    cluster.py          ranks, memory and links; devices.py: speed of a device, presets
+    timing.py           runs orders to their end, or to where they block
+    trace.py            when every action and message of a step happened
+    plan.py             the choices for one model, with the predicted step; run.py: a training that followed them
+    record.py           one forward of a model as a list of calls, for `penstock.capture`
+    split_rules.py      how arguments are split into microbatches, for `penstock.batches`
+    containers.py       flattens and rebuilds nested Python structures
+    comparison.py       tensors of two runs, and whether rounding explains the differences
+    text.py             CSV and text of orders; json_format.py: JSON of every record
+    arguments.py        checks of argument values; units.py, notebook.py: numbers and records for people
+"""
 
 from penstock.ir.action import (
     COMPUTE_KINDS,
@@ -25,7 +47,7 @@ from penstock.ir.action import (
     needs,
 )
 from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
-from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, LinkRates, Overhead, Replicas, ring_seconds
+from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, Overhead, Replicas, ring_seconds
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
@@ -45,7 +67,7 @@ from penstock.ir.containers import (
     transform,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
-from penstock.ir.devices import DEVICES, LINKS, Device, LinkSpeed, find_device, find_link, node_cluster
+from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster
 from penstock.ir.graph import (
     ADDED_LOSS,
     ITEM_BYTES,
@@ -80,7 +102,7 @@ from penstock.ir.orders import (
 )
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
-from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Run, Search, StepMetrics
+from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     Call,
@@ -99,6 +121,7 @@ from penstock.ir.record import (
     refs,
     states,
 )
+from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv

@@ -1,10 +1,11 @@
-"""Presets: achieved rates of devices and of links, to plan for machines that are not here."""
+"""The speed of a device, and presets of devices and links, to plan for machines that are not here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from penstock.errors import CostError
-from penstock.ir.arguments import find_named
-from penstock.ir.cluster import Cluster, DeviceSpeed, Link
+from penstock.ir.arguments import find_named, is_finite
+from penstock.ir.cluster import Cluster, Link
 
 GIB = 2**30
 _HALF = ("bfloat16", "float16")
@@ -12,6 +13,64 @@ _SHARE = 0.8
 """share of the datasheet's rate that is assumed where no measurement is cited"""
 _MEMORY_SHARE = 0.9
 """share of the datasheet's memory bandwidth that is assumed for all devices"""
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Achieved rates of a device, to estimate a model without running it; `DeviceSpeed.named("h100")` is a preset.
+
+    `DeviceSpeed(3e14, 2e12)` is about one large GPU in half precision. An operation takes as long as its arithmetic or
+    as moving the bytes that it reads and writes, whichever is longer.
+    """
+
+    flops_per_second: float
+    """floating-point operations per second"""
+    bytes_per_second: float
+    """bytes read and written per second"""
+    operation_seconds: float = 0.0
+    """overhead of every operation, however small"""
+    name: str = field(default="", kw_only=True)
+    """of the device, for texts"""
+    rates: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
+    """operations per second by dtype, for those with a rate of their own"""
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "bytes_per_second"):
+            value = getattr(self, name)
+            if not is_finite(value) or value <= 0:
+                raise CostError(f"{name} must be a finite number above 0", value=repr(value), hint="such as 1e12")
+        if not is_finite(self.operation_seconds) or self.operation_seconds < 0:
+            raise CostError("operation_seconds must be finite seconds, 0 or more", value=repr(self.operation_seconds))
+        for dtype, rate in self.rates:
+            if not is_finite(rate) or rate <= 0:
+                raise CostError("rates must be finite numbers above 0", dtype=dtype, rate=repr(rate))
+
+    @classmethod
+    def named(cls, name: str) -> "DeviceSpeed":
+        """The achieved rates of a device by name.
+
+        Args:
+            name: such as "a100", "h100", "h200", "b200", "l4" or "rtx4090"; `penstock.ir.DEVICES` has all of them
+
+        Raises:
+            CostError: if no preset has that name
+        """
+        found, device = find_device(name)
+        return device.speed(found)
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return dict(self.rates)
+
+    def seconds(self, flops: float, num_bytes: float, dtype: str = "") -> float:
+        """Seconds of one operation on tensors of a dtype."""
+        rate = self._rates.get(dtype, self.flops_per_second)
+        return max(flops / rate, num_bytes / self.bytes_per_second) + self.operation_seconds
+
+    def __str__(self) -> str:
+        rates = [f"{self.flops_per_second:.3g} flop/s", *(f"{rate:.3g} in {dtype}" for dtype, rate in self.rates)]
+        text = f"{', '.join(rates)}, {self.bytes_per_second:.3g} B/s"
+        return f"{self.name}: {text}" if self.name else text
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from penstock.errors import FormatError, PenstockError
-from penstock.ir.cluster import Cluster, DeviceSpeed, Link, Overhead, Replicas
+from penstock.ir.cluster import Cluster, Link, Overhead, Replicas
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+from penstock.ir.devices import DeviceSpeed
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Cuts, Placement
-from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Run, Search, StepMetrics
+from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
+from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.split_rules import Ragged, Rows
 from penstock.ir.text import write_atomic

@@ -21,6 +21,7 @@ from penstock.capture import (
     Recording,
     copy_leaf,
     intercept_modules,
+    isolated,
     uncompiled,
     without_cache,
     without_user_hooks,
@@ -112,7 +113,7 @@ class ModelLoss:
     def isolated(self) -> Iterator[None]:
         """Restore everything that the model changes inside the context, and disable the user's hooks."""
         with ExitStack() as stack:
-            stack.enter_context(self.captured.isolated(None, ()))
+            stack.enter_context(isolated(self.captured.model, None, ()))
             stack.enter_context(uncompiled())
             stack.enter_context(without_user_hooks([self.captured.model]))
             stack.enter_context(torch.enable_grad())

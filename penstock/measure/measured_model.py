@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, DrawSeed, copy_leaf
+from penstock.capture import Captured, DrawSeed, copy_leaf, isolated, storage_id, without_accumulation_hooks
 from penstock.ir import Call, Graph, Node, leaves, prune_gradients, transform
 from penstock.stages import DeferredAccumulator, StageRun
 
@@ -109,7 +109,7 @@ class MeasuredModel:
         They run with the node that reads them: the gradient of a parameter is deferred only through its views.
         """
         for name, value in values.items():
-            is_view = isinstance(value, Tensor) and storage_of(value) in self._weights
+            is_view = isinstance(value, Tensor) and storage_id(value) in self._weights
             if is_view and self._depends_on_weights_only(name):
                 yield from self._makers(name)
 
@@ -146,7 +146,7 @@ class MeasuredModel:
         """Inside, nothing that runs changes the model or steps an optimizer."""
         parameters = {value.name for value in self.graph.parameters}
         written = {name for update in self.graph.updates for name in update.names} & parameters
-        with self._captured.isolated(written=written), self._captured.without_accumulation_hooks():
+        with isolated(self.model, written=written), without_accumulation_hooks(self.model):
             yield
 
 
@@ -254,7 +254,7 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
         visited = NodeVisit(subject, node, {name: values[name] for name in node.reads})
         outputs = visited.prepare(False)().take_outputs()
         made = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-        storages = {name: storage_of(value) for name, value in made.items()}
+        storages = {name: storage_id(value) for name, value in made.items()}
         for name, value in made.items():
             sizes[name] = 0 if storages[name] in state else bytes_behind(value)
             # Cut from its graph, but still trained where the model trains it.
@@ -282,20 +282,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors(list(value.values()))
 
 
-def storage_of(tensor: Tensor) -> int:
-    """An id of the storage of a tensor; -1 for sparse and other tensors without plain storage: not counted."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except RuntimeError:
-        return -1
-
-
 def bytes_behind(tensor: Tensor) -> int:
     """Bytes of the storage behind a tensor, which may be more or less than those of its elements."""
-    plain = storage_of(tensor) >= 0
-    return int(tensor.untyped_storage().nbytes()) if plain else tensor.numel() * tensor.element_size()
+    has_storage = storage_id(tensor) >= 0
+    return int(tensor.untyped_storage().nbytes()) if has_storage else tensor.numel() * tensor.element_size()
 
 
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """The ids of the storages of tensors, except those without plain storage."""
-    return {storage_id for tensor in tensors if (storage_id := storage_of(tensor)) >= 0}
+    return {number for number in map(storage_id, tensors) if number >= 0}

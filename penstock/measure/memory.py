@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.capture import DispatchMode
+from penstock.capture import DispatchMode, storage_id
 from penstock.ir import SavedTensors
-from penstock.measure.measured_model import NodeVisit, storage_of, tensors
+from penstock.measure.measured_model import NodeVisit, tensors
 
 StorageNumbers = dict[str, int | None]
 _ANCHOR = torch.zeros(0, requires_grad=True)
@@ -132,25 +132,26 @@ class AllocationTracker(DispatchMode):
 
     def number(self, tensor: Any) -> int | None:
         """The number of a tensor's storage; None if it is from outside."""
-        return self._numbers.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
+        return self._numbers.get(storage_id(tensor)) if isinstance(tensor, Tensor) else None
 
     def _track(self, tensor: Tensor, is_own: bool) -> None:
-        storage_id = storage_of(tensor)
-        if storage_id in self._numbers or storage_id < 0:
+        identity = storage_id(tensor)
+        # Below 0: a sparse tensor, or another one without plain storage.
+        if identity in self._numbers or identity < 0:
             return
         storage = tensor.untyped_storage()
-        finalizer = weakref.finalize(storage, self._freed, storage_id)
+        finalizer = weakref.finalize(storage, self._freed, identity)
         finalizer.atexit = False
         self._finalizers.append(finalizer)
-        self._numbers[storage_id] = None
+        self._numbers[identity] = None
         if is_own:
             self._count += 1
-            self._numbers[storage_id] = self._count
+            self._numbers[identity] = self._count
             self.alive[self._count] = storage.nbytes()
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
 
-    def _freed(self, storage_id: int) -> None:
-        number = self._numbers.pop(storage_id)
+    def _freed(self, identity: int) -> None:
+        number = self._numbers.pop(identity)
         if number is not None:
             self.bytes -= self.alive.pop(number)

@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.capture import DispatchMode, dtype_name
+from penstock.capture import DispatchMode, dtype_name, storage_id
 from penstock.ir import DeviceSpeed
-from penstock.measure.measured_model import storage_ids, storage_of, tensors
+from penstock.measure.measured_model import storage_ids, tensors
 
 _ATEN = torch.ops.aten
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -61,7 +61,7 @@ class WorkCounter(DispatchMode):
         result = func(*args, **kwargs)
         packet, given, made = func._overloadpacket, list(tensors((args, kwargs))), list(tensors(result))
         # An operation that writes nothing and returns only views of its arguments costs nothing.
-        is_view = bool(made) and storage_ids(given).issuperset(map(storage_of, made))
+        is_view = bool(made) and storage_ids(given).issuperset(map(storage_id, made))
         if packet not in _FREE and (func._schema.is_mutable or not is_view):
             flops = FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
             read = [*given[1:], *made] if packet in _PICKING and given else given

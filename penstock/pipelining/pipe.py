@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.api.models import explain
-from penstock.capture import Captured, Granularity, Recording, capture, spec_of
+from penstock.capture import Captured, Granularity, Recording, capture, isolated, spec_of
 from penstock.errors import PartitionError, RunError
 from penstock.ir import Graph, Partition
 from penstock.partitioners import cut_at
@@ -99,7 +99,9 @@ def _first_node_after(graph: Graph, module: str, point: str) -> int:
 
 def _split_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, SplitPoint]]:
     """The modules next to the calls of pipe_split in the model's forward."""
-    with capture(model, args, kwargs).isolated(), torch.no_grad(), _logged_calls(model) as events:
+    # First, because it explains why a model cannot be run on these arguments.
+    capture(model, args, kwargs)
+    with isolated(model), torch.no_grad(), _logged_calls(model) as events:
         model(*args, **kwargs)
     points = []
     for index, (kind, _) in enumerate(events):

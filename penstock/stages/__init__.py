@@ -2,8 +2,17 @@
 
     split(captured, partition) --> Stages; StageRun(stage, recording, inputs, incoming) --> outputs, gradients
 
-`StageRun` runs a stage between two gradient boundaries. If a schedule splits backward, weight gradients are deferred
-(`deferral.py`, `deferred_functions.py`). `Sequence` and `check` run all stages in one process.
+The files, in the order in which to read them:
+
+    stage.py               a stage as a module with the model's own names
+    ownership.py           which stage owns each module, parameter and buffer
+    cut_checks.py          refuses cuts that would change results
+    stage_run.py           one forward and backward of a stage, between two gradient boundaries
+    recompute.py           blocks that run again in backward instead of saving activations
+    deferral.py            a split backward: defers weight gradients
+    deferred_functions.py  the torch functions whose weight gradients can be deferred
+    sequence.py            all stages in one process; check.py compares them with the model
+    layer_list.py          a model given as a list of modules and functions
 """
 
 from penstock.stages.check import check, distances

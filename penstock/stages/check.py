@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name
+from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name, isolated, without_accumulation_hooks
 from penstock.errors import PartitionError
 from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, leaves, transform
 from penstock.stages.sequence import Sequence
@@ -46,7 +46,7 @@ def _run_step(
 ) -> dict[str, Tensor | None]:
     """The tensors of one forward and backward from a fixed seed, by name; the model is left as it was."""
     model = captured.model
-    with captured.isolated(_SEED), captured.without_accumulation_hooks():
+    with isolated(model, _SEED), without_accumulation_hooks(model):
         output = run(*transform(args, copy_leaf), **transform(kwargs, copy_leaf))
         outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         # Random gradients: with ones, errors that cancel out in a sum would not show.

@@ -127,17 +127,15 @@ def grouped_mm(deferral: Deferral, x: Tensor, weight: Tensor, *others: Any, **op
     has_more = others or any(option is not None for option in options.values())
     if has_more or offsets is None or x.dim() != 2 or weight.dim() != 3 or not _can_defer(x, weight):
         return None
-    result = functional.grouped_mm(x, weight.detach(), offs=offsets)
-    compute = partial(_grouped_gradient if weight.is_contiguous() else _transposed_grouped_gradient, offsets)
-    return deferral.defer(result, x, (weight,), compute)
+    is_contiguous = weight.is_contiguous()
 
+    def gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        if is_contiguous:
+            return (functional.grouped_mm(x.t(), gradient, offs=offsets),)
+        # Computed transposed, as autograd does for a transposed weight.
+        return (functional.grouped_mm(gradient.t(), x, offs=offsets).transpose(-2, -1),)
 
-def _grouped_gradient(offsets: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    return (functional.grouped_mm(x.t(), gradient, offs=offsets),)
-
-
-def _transposed_grouped_gradient(offsets: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    return (functional.grouped_mm(gradient.t(), x, offs=offsets).transpose(-2, -1),)
+    return deferral.defer(functional.grouped_mm(x, weight.detach(), offs=offsets), x, (weight,), gradients)
 
 
 # Embeddings
@@ -149,14 +147,12 @@ def embedding(deferral: Deferral, indices: Tensor, weight: Tensor, **options: An
         return None
     padding = options.get("padding_idx")
     padding = -1 if padding is None else padding % weight.shape[0]
-    compute = partial(_embedding_gradient, weight.shape[0], padding, options.get("scale_grad_by_freq", False))
-    return deferral.defer(functional.embedding(indices, weight.detach(), **options), indices, (weight,), compute)
+    rows, is_scaled = weight.shape[0], options.get("scale_grad_by_freq", False)
 
+    def gradients(indices: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        return (torch.ops.aten.embedding_dense_backward(gradient, indices, rows, padding, is_scaled),)
 
-def _embedding_gradient(
-    rows: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor
-) -> tuple[Tensor, ...]:
-    return (torch.ops.aten.embedding_dense_backward(gradient, indices, rows, padding, is_scaled),)
+    return deferral.defer(functional.embedding(indices, weight.detach(), **options), indices, (weight,), gradients)
 
 
 # Convolutions

@@ -26,8 +26,9 @@ class LayerList(nn.Module):
         self.steps: list[tuple[str, Callable[..., Any]]] = []
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:
-            for step in _elements(_resolve_entry(model, entry)):
-                self._add(model, step, names)
+            step = _resolve_entry(model, entry)
+            for element in step if isinstance(step, _LISTS) else (step,):
+                self._add(model, element, names)
         if not self.steps:
             raise PartitionError("entries must not be empty")
 
@@ -65,7 +66,3 @@ def _resolve_entry(model: nn.Module, entry: Entry) -> Callable[..., Any]:
         raise PartitionError("no such module", name=repr(entry), hint=f"did you mean {close[0]!r}" if close else "")
     module: nn.Module = known[entry]
     return module
-
-
-def _elements(step: Callable[..., Any]) -> list[Callable[..., Any]]:
-    return list(step) if isinstance(step, _LISTS) else [step]

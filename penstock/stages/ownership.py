@@ -1,6 +1,7 @@
 """Which stage owns each module, parameter and buffer, and where the nodes of other recordings go."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import takewhile
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Node, Partition
@@ -37,7 +38,14 @@ class Ownership:
         """The stage of a module, parameter or buffer: its own, or that of the most similar name."""
         if name in self._stages:
             return self._stages[name]
-        return self._stages[max(self._stages, key=_common_prefix(name))]
+        words = name.split(".")
+
+        def num_common(other: str) -> int:
+            """How many leading words another name shares with this one."""
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(words, other.split("."), strict=False))
+            return sum(1 for _ in same)
+
+        return self._stages[max(self._stages, key=num_common)]
 
     def by_stage(self, names: Iterable[str]) -> dict[int, list[str]]:
         """The names that belong to each stage."""
@@ -102,15 +110,3 @@ class Ownership:
 
 def _node_keys(graph: Graph) -> list[tuple[str, str, tuple[str, ...]]]:
     return [(node.name, node.kind, node.reads) for node in graph.nodes]
-
-
-def _common_prefix(name: str) -> Callable[[str], int]:
-    """A function that returns how many leading words of a dotted name another name shares."""
-    words = name.split(".")
-
-    def common(other: str) -> int:
-        others = other.split(".")
-        same = next((n for n, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), None)
-        return min(len(words), len(others)) if same is None else same
-
-    return common
