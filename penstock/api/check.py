@@ -18,6 +18,7 @@ from penstock.capture import (
     DrawSeed,
     Granularity,
     RowSlice,
+    copy_leaf,
     dtype_name,
     isolated,
     row_slices,
@@ -237,7 +238,7 @@ class _StepRunner:
             basic_blocks=self._granularity.basic_blocks,
         )
         with self._isolated():
-            args, kwargs, target = transform(batch, _copy)
+            args, kwargs, target = transform(batch, copy_leaf)
             with _collect_warnings() as collected:
                 result = pipe.step(*args, target=target, **kwargs)
             weights = result.weights_by_name or {SINGLE: result.weights}
@@ -266,7 +267,7 @@ class _StepRunner:
             written: set[str] = set()
             for index, microbatch in enumerate(microbatches):
                 # Copies, because the model may write into its inputs.
-                inputs = transform(microbatch, _copy)
+                inputs = transform(microbatch, copy_leaf)
                 added: list[Added] = []
                 with tracker, collect_added(added.append):
                     if seed is None:
@@ -338,10 +339,6 @@ def _change_last_bits(model: nn.Module, seed: int) -> None:
 def _equal(one: Tensor, other: Tensor | None) -> bool:
     """Whether two buffers have the same values, where NaN equals NaN."""
     return other is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
-
-
-def _copy(leaf: object) -> object:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _stages(plan: Plan, loss_parameters: Iterable[str]) -> dict[str, int]:

@@ -24,21 +24,3 @@ from penstock.batches.microbatches import (
 )
 from penstock.batches.padding import Padding, find_padding
 from penstock.batches.split_search import additive_dim, find_split
-
-__all__ = [
-    "Cut",
-    "Microbatch",
-    "Padding",
-    "Split",
-    "Splitting",
-    "additive_dim",
-    "explain_failure",
-    "find_padding",
-    "find_split",
-    "longest",
-    "microbatch_kinds",
-    "microbatch_sizes",
-    "split_batch",
-    "whole_batch",
-    "with_columns_of",
-]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import (
     SPLIT_HINT,
@@ -22,7 +23,6 @@ from penstock.ir import (
     Rows,
     SplitRule,
     is_split_rule,
-    leaves,
     named_leaves,
     take_apart,
 )
@@ -190,7 +190,7 @@ def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
 
     Raises an error if the list does not show it.
     """
-    tensors = [leaf for leaf in leaves(argument.value) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(argument.value)
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
     # Records are dicts, dataclasses and named tuples.
     kinds = [parts and parts.kind for parts in map(take_apart, argument.value)]

@@ -21,6 +21,7 @@ from penstock.capture import (
     isolated,
     register_containers,
     seed_generators,
+    tensors_in,
     uncompiled,
     without_cache,
     without_user_hooks,
@@ -241,7 +242,7 @@ def _combinations(choices: Sequence[_Choice]) -> Iterator[dict[str, SplitRule]]:
 
 def _list_options(part: Argument, batch: int) -> tuple[Any, ...]:
     """The rules that a list may have, the likelier one first."""
-    tensors = [leaf for leaf in leaves(part.value) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(part.value)
     if len(part.value) != batch:
         # A rule although the length decides: in another batch the list may have as many entries as there are samples.
         return ("items",) if tensors else (_NO_RULE,)

@@ -15,7 +15,7 @@ from penstock.capture.generators import GeneratorStates, module_generators, pyth
 from penstock.capture.objects import register_class_of, register_containers
 from penstock.capture.structures import structure_of
 from penstock.capture.tensor_table import TensorTable
-from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id
+from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id, tensors_in
 from penstock.errors import CaptureError
 from penstock.ir import attributes_of, is_attributes_only, leaves, take_apart
 
@@ -110,7 +110,7 @@ class ArgumentContents:
     def __init__(self, args: Any, kwargs: Any, held: Collection[int]) -> None:
         """`held` has the identities of the objects that modules hold."""
         self._given = (tuple(args), dict(kwargs))
-        self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
+        self._tensors, self._structure = tensors_in(self._given), structure_of(self._given)
         # Objects that are not containers, and are passed as they are: if the call changes one, its class becomes a
         # container.
         objects = [leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf))]
@@ -136,7 +136,7 @@ class ArgumentContents:
                     hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
                 )
         # Tensors by identity, everything else by its text.
-        tensors = _tensors(self._given)
+        tensors = tensors_in(self._given)
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return not is_same or structure_of(self._given) != self._structure
 
@@ -154,11 +154,7 @@ def _containers(structure: object) -> Iterator[object]:
             yield from _containers(item)
 
 
-def _tensors(structure: object) -> list[Tensor]:
-    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
-
-
 def _content(thing: object) -> tuple[str, list[int]]:
     # The class of an object may become that of a container between two calls.
     parts = take_apart(thing) or attributes_of(thing)
-    return structure_of(parts), list(map(id, _tensors(parts)))
+    return structure_of(parts), list(map(id, tensors_in(parts)))

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.capture.objects import code_origin
-from penstock.ir import leaves, transform
+from penstock.capture.tensors import tensors_in
+from penstock.ir import transform
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
 Entry = tuple[dict[Any, Any], Any, Callable[..., Any]]
@@ -30,7 +31,7 @@ class WholeFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # If it returns an argument itself, that becomes a new value: for another batch it may return something else.
-        given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = set(map(id, tensors_in((args, kwargs))))
         result = self.function(*args, **kwargs)
         return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
 

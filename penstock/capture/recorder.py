@@ -59,7 +59,7 @@ from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
-from penstock.capture.tensors import has_gradient, storage_id
+from penstock.capture.tensors import has_gradient, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.capture.vocabulary import ShardedLogits
 from penstock.errors import CaptureError
@@ -387,7 +387,7 @@ class Recorder(TorchFunctionMode):
                 exposed = function(*args, **kwargs)
         finally:
             self._is_paused = False
-        if not any(isinstance(leaf, Tensor) for leaf in leaves(recorded)):
+        if not tensors_in(recorded):
             self._refuse_unseen_draw()
         drawn = iter(leaves(recorded))
         return transform(exposed, lambda leaf: _drawn(leaf, next(drawn)))
@@ -487,12 +487,12 @@ class Recorder(TorchFunctionMode):
         if call.written_state and (self._num_checkpoints or self.context.in_checkpoint()):
             raise self._checkpointed_write(where, call.written_state[0])
         if not (is_module or call.written or call.written_state or call.changes_arguments):
-            made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            made = tensors_in(result)
             if made and all(map(self._is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
                 return result
             if not made:
-                if result is not None and any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs))):
+                if result is not None and tensors_in((args, kwargs)):
                     self._add_guard(target, trees, result)
                 return result
         self._add_call(call, trees, result)
@@ -531,7 +531,7 @@ class Recorder(TorchFunctionMode):
         writes = self._rename_written(name, call.written)
         updates = self._name_updates(name, call.written_state, len(writes))
         target_key = call.where if is_module else self.writer.key(call.target)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors_in(result)
         results = Results(self._name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
             self.returned[name] = structure_with_names(result, self._name_or_empty)
@@ -701,7 +701,7 @@ class Recorder(TorchFunctionMode):
         """Run a torch function inside a recorded call, and note its side effects."""
         call = self._running
         assert call is not None
-        arguments = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         for tensor in arguments.values():
             if self._is_foreign(tensor, call):
                 inside = self.table.made_inside(tensor)

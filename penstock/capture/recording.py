@@ -45,11 +45,10 @@ from penstock.capture.recorder import (
     WholeFunctions,
 )
 from penstock.capture.structures import Expected, structure_of
-from penstock.capture.tensors import buffers_and_attributes, device_of, same_content
+from penstock.capture.tensors import buffers_and_attributes, device_of, same_content, tensors_in
 from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Container, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
-from penstock.ir import leaves as leaves_of
 from penstock.launch import one_line
 
 _SEEDS = (1, 2)
@@ -374,7 +373,7 @@ def _record_once(
         size_reads=recorder.sized,
         draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
         constants=recorder.table.values_named(constants),
-        output_tensors=tuple(leaf.detach() for leaf in leaves_of(output) if isinstance(leaf, Tensor)),
+        output_tensors=tuple(tensor.detach() for tensor in tensors_in(output)),
     )
 
 

@@ -9,7 +9,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from penstock.ir import TensorSpec
+from penstock.ir import TensorSpec, leaves
+
+
+def tensors_in(structure: object) -> list[Tensor]:
+    """The tensors among the leaves of a nested structure, left to right."""
+    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
+
 
 # Dtypes
 

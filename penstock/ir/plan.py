@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from penstock.errors import PlanError
 from penstock.ir.cluster import Cluster
@@ -196,8 +197,37 @@ class Search:
         return "\n".join(align_columns([_SEARCH_COLUMNS, *(candidate.row for candidate in self.candidates)]))
 
 
+class SavedRecord:
+    """A record that users save and load by themselves."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the record as JSON.
+
+        Args:
+            path: the file to write
+        """
+        # json_format imports the files of all records.
+        from penstock.ir.json_format import save_record
+
+        save_record(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a record that `save` wrote.
+
+        Args:
+            path: the file to read
+
+        Raises:
+            FormatError: if it does not hold such a record
+        """
+        from penstock.ir.json_format import load_record
+
+        return load_record(path, cls)
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedRecord):
     """How one model is trained as a pipeline, and the predicted time and memory of a step.
 
     `graph` and `costs` are those of one microbatch; the costs include the slowness and the overhead of the
@@ -288,31 +318,6 @@ class Plan:
         if self.cluster.slowness:
             costs = costs.times([1 / factor for factor in self.cluster.slowness_of(placement)])
         return cluster.costs_on_ranks(costs, placement, self.cuts)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON.
-
-        Args:
-            path: the file to write
-        """
-        # json_format imports this file.
-        from penstock.ir.json_format import save_record
-
-        save_record(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Read a plan that `save` wrote.
-
-        Args:
-            path: the file to read
-
-        Raises:
-            FormatError: if it does not hold a plan
-        """
-        from penstock.ir.json_format import load_record
-
-        return load_record(path, cls)
 
     def __repr__(self) -> str:
         # Short, for consoles and notebooks: the fields hold the whole graph. str() and describe() give tables.

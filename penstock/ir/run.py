@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 from penstock.errors import RunError
 from penstock.ir.arguments import is_finite
 from penstock.ir.notebook import html_table, timeline
-from penstock.ir.plan import Plan
+from penstock.ir.plan import Plan, SavedRecord
 from penstock.ir.trace import Trace
 from penstock.ir.units import counted, seconds_text
 
@@ -47,7 +46,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(SavedRecord):
     """A training: the plan it followed, its steps in order, recorded traces and measured peaks."""
 
     plan: Plan
@@ -109,28 +108,3 @@ class Run:
     def losses(self) -> tuple[float, ...]:
         """The finite losses, in order."""
         return tuple(metrics.loss for metrics in self.steps if metrics.loss is not None)
-
-    def save(self, path: str | Path) -> None:
-        """Write the run as JSON.
-
-        Args:
-            path: the file to write
-        """
-        # json_format imports this file.
-        from penstock.ir.json_format import save_record
-
-        save_record(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Run":
-        """Read a run that `save` wrote.
-
-        Args:
-            path: the file to read
-
-        Raises:
-            FormatError: if it does not hold a run
-        """
-        from penstock.ir.json_format import load_record
-
-        return load_record(path, cls)

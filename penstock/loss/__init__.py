@@ -20,24 +20,6 @@ from penstock.loss.added_weights import AddedLosses
 from penstock.loss.counts import REDUCTIONS, weighted_sum
 from penstock.loss.function import loss_module
 from penstock.loss.probe import FunctionTracker
+from penstock.loss.replicas import agree_on_names
 from penstock.loss.terms import SINGLE, loss_values, losses_of, losses_of_function
 from penstock.loss.weights import LossStep, LossWeights
-
-__all__ = [
-    "ADDED_COLLECTOR",
-    "REDUCTIONS",
-    "SINGLE",
-    "Added",
-    "AddedLosses",
-    "FunctionTracker",
-    "LossStep",
-    "LossWeights",
-    "add_loss",
-    "added_losses",
-    "collect_added",
-    "loss_module",
-    "loss_values",
-    "losses_of",
-    "losses_of_function",
-    "weighted_sum",
-]

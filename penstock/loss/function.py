@@ -16,6 +16,7 @@ from penstock.capture import (
     isolated,
     object_items,
     python_generators,
+    tensors_in,
     torch_generators,
     uncompiled,
 )
@@ -80,7 +81,7 @@ class LossFunction:
     @property
     def sample_size(self) -> int:
         """The number of entries that the largest tensor of the output has for each sample."""
-        tensors = (leaf for leaf in leaves(self._output) if isinstance(leaf, Tensor))
+        tensors = tensors_in(self._output)
         return max((leaf.numel() // self._size for leaf in tensors), default=1)
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch
-from penstock.capture import dtype_named
-from penstock.ir import Call, Graph, leaves
+from penstock.capture import dtype_named, tensors_in
+from penstock.ir import Call, Graph
 from penstock.loss.interactions import InputComparison
 from penstock.loss.probe import ProbeError
 from penstock.loss.samples import SMALL_SCALE, Part
@@ -71,8 +71,7 @@ class Noise:
 
     def set_shapes(self, call: Call, result: Any) -> None:
         """Find the dimensions of samples from the result of a block for all parts together."""
-        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        for name, tensor in zip(call.results.values, tensors, strict=False):
+        for name, tensor in zip(call.results.values, tensors_in(result), strict=False):
             if tensor.dim() == len(self._graph.spec(name).shape):
                 self._shapes[name] = tuple(tensor.shape)
 

@@ -1,6 +1,6 @@
 """The weight of each microbatch's loss in the loss of the batch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.model import ModelLoss
 from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
-from penstock.loss.replicas import Replicas, agree_on_names, reference_sample, weights_among_replicas
+from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
 from penstock.loss.samples import LARGE, repeat_positions
 from penstock.loss.terms import SINGLE, loss_values, losses_of_function
 
@@ -84,7 +84,7 @@ class LossWeights:
         """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function
         """whether to warn about outputs that depend on all samples of a batch"""
-        self._captured, self._replicas, self._loss_fn = captured, replicas, loss_fn
+        self._captured, self.replicas, self._loss_fn = captured, replicas, loss_fn
         self._reduction, self._remote, self._name = reduction, remote_parameters or {}, name
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote, name)
         self._decisions: LruCache[str, Decision] = LruCache()
@@ -112,7 +112,7 @@ class LossWeights:
     def by_name(self, name: str) -> "LossWeights":
         """The weights of one of several losses: each may be averaged over something else."""
         if name not in self._by_name:
-            arguments = (self._captured, self._replicas, self._loss_fn, self._reduction, self._remote)
+            arguments = (self._captured, self.replicas, self._loss_fn, self._reduction, self._remote)
             self._by_name[name] = LossWeights(*arguments, name)
         return self._by_name[name]
 
@@ -125,10 +125,6 @@ class LossWeights:
         assert self._loss_fn is not None
         result = self._loss_fn(output, target)
         return {SINGLE: result} if isinstance(result, Tensor) else losses_of_function(result)
-
-    def agree_on_names(self, names: Iterable[str]) -> None:
-        """Raise a RunError, on every replica, if the replicas have losses of different names."""
-        agree_on_names(self._replicas, names)
 
     def weigh(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> None:
         """Find the weights of a step, given the output and the loss of one of its microbatches."""
@@ -191,7 +187,7 @@ class LossWeights:
             return False
         assert self._function is not None
         is_power_of_two = not number & (number - 1)
-        if is_power_of_two or len(step.microbatches) < 2 or self._replicas.count > 1 or not self._function.is_plain:
+        if is_power_of_two or len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
             return False
         pieces: list[Piece] = [({}, each.size) for each in step.microbatches]
         if known.alternatives or known.count.kind == "tokens":
@@ -248,7 +244,7 @@ class LossWeights:
         self._num_steps += step.is_training
         # With the columns of the longest microbatch all samples are complete, and can be joined.
         microbatches = list(with_columns_of(step.microbatches, longest(step.microbatches)))
-        is_replicated = self._replicas.count > 1
+        is_replicated = self.replicas.count > 1
         if is_replicated:
             # Weights among the microbatches of one replica do not determine weights among all. A sample that is the
             # same on every replica does, because all weights can be expressed relative to its own.
@@ -278,7 +274,7 @@ class LossWeights:
         step.weights, step.loss_problem = weights, decision.problem
         if is_replicated:
             step.weights, step.loss_problem = weights_among_replicas(
-                self._replicas, decision, weights, own_pieces, self.reduction
+                self.replicas, decision, weights, own_pieces, self.reduction
             )
 
     def _decision(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, DrawSeed, copy_leaf, isolated, storage_id, without_accumulation_hooks
-from penstock.ir import Call, Graph, Node, leaves, prune_gradients, transform
-from penstock.stages import DeferredAccumulator, StageRun
+from penstock.capture import Captured, copy_leaf, isolated, storage_id, tensors_in, without_accumulation_hooks
+from penstock.ir import Call, Graph, Node, prune_gradients, transform
+from penstock.stages import DeferredAccumulator, ForwardRun
 
 Values = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -97,7 +97,7 @@ class MeasuredModel:
             else value
             for name, value in values.items()
         }
-        return lambda: NodeRun(_NodeStage(forward, inputs), self._recording, self._added_losses, is_split)
+        return lambda: NodeRun(forward, inputs, self._added_losses, is_split)
 
     @cached_property
     def _read(self) -> set[str]:
@@ -135,8 +135,8 @@ class MeasuredModel:
         def forward() -> list[Tensor]:
             with self._added_losses() as added:
                 output = self._captured.whole(*args, **kwargs)
-            tensors = (leaf for leaf in leaves(output) if isinstance(leaf, Tensor))
-            roots = [tensor for name, tensor in zip(names, tensors, strict=True) if name in self.roots]
+            made = zip(names, tensors_in(output), strict=True)
+            roots = [tensor for name, tensor in made if name in self.roots]
             return [root for root in (*roots, *added) if root.requires_grad]
 
         return forward
@@ -150,39 +150,25 @@ class MeasuredModel:
             yield
 
 
-class _NodeStage:
-    """A stage for StageRun that runs one forward on given values, and then frees them."""
+class NodeRun(ForwardRun):
+    """One forward of a node, kept until its backward, which starts from its outputs and the losses that it adds."""
 
-    __slots__ = ("_forward", "_values")
-
-    def __init__(self, forward: Callable[[Values], Values], values: Values) -> None:
-        self._forward, self._values = forward, values
-
-    def __call__(self, recording: Any, inputs: Any, incoming: Values, seed: DrawSeed | None) -> Values:
-        values, self._values = self._values, {}
-        return self._forward(values)
-
-    def takes_gradients(self, recording: Any) -> bool:
-        """False: a node that runs autograd in its forward is measured like any other."""
-        return False
-
-    def accumulate_deferred(self, queue: list[Any]) -> None:
-        """Accumulate the weight gradients that were deferred."""
-        DeferredAccumulator().run(queue)
-
-
-class NodeRun:
-    """One forward of a node, kept until its backward: `backward`, or `input_grad` and then `weight_grad`."""
-
-    __slots__ = ("_added", "_run")
-
-    def __init__(self, stage: _NodeStage, recording: Any, added_losses: CollectLosses, is_split: bool) -> None:
+    def __init__(
+        self, forward: Callable[[Values], Values], values: Values, added_losses: CollectLosses, is_split: bool
+    ) -> None:
+        """Run `forward` on the values, which are not kept."""
+        given = [values]
         with added_losses() as added:
-            self._run = StageRun(stage, recording, {}, _UNREAD if is_split else {}, is_split)  # type: ignore[arg-type]
-        self._added = {}
+            super().__init__(
+                lambda _: forward(given.pop()),
+                _UNREAD if is_split else {},
+                lambda queue: DeferredAccumulator().run(queue),
+                is_split=is_split,
+            )
+        self._added: dict[str, Tensor] = {}
         if added:
             total = torch.stack([value.reshape(()) for value in added]).sum()
-            self._run.add_root(_ADDED_LOSS, total)
+            self.add_root(_ADDED_LOSS, total)
             self._added[_ADDED_LOSS] = torch.ones_like(total, requires_grad=False)
 
     @property
@@ -190,21 +176,11 @@ class NodeRun:
         """Whether the node itself adds a loss, from which a backward starts."""
         return bool(self._added)
 
-    def take_outputs(self) -> Values:
-        """Hand the values that the node made over to the caller."""
-        return self._run.take_outputs()
+    def backward(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return super().backward({**gradients, **self._added})
 
-    def backward(self, gradients: Mapping[str, Tensor]) -> None:
-        """Compute all gradients."""
-        self._run.backward({**gradients, **self._added})
-
-    def input_grad(self, gradients: Mapping[str, Tensor]) -> None:
-        """Compute the gradients of the values that the node read; `weight_grad` must follow."""
-        self._run.input_grad({**gradients, **self._added})
-
-    def weight_grad(self) -> None:
-        """Compute the gradients of the parameters."""
-        self._run.weight_grad()
+    def input_grad(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return super().input_grad({**gradients, **self._added})
 
 
 # Walking through the nodes

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches import Cut, Microbatch
+from penstock.capture import tensors_in
 from penstock.errors import RunError
-from penstock.ir import leaves, named_leaves, put_together, take_apart
+from penstock.ir import named_leaves, put_together, take_apart
 from penstock.loss import LossStep, LossWeights
 from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
 
@@ -116,7 +117,7 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
 
 def target_rows(target: Any) -> list[int]:
     """The different numbers of rows of the tensors in a target."""
-    tensors = (leaf for leaf in leaves(target) if isinstance(leaf, Tensor))
+    tensors = tensors_in(target)
     return sorted({len(tensor) for tensor in tensors if tensor.dim()})
 
 

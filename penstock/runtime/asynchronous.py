@@ -179,12 +179,6 @@ class Chunk:
     agreement: Agreement
     ranks: tuple[RankProgram, ...]
 
-    def finish_sends(self) -> None:
-        """Wait until all messages that were sent have arrived."""
-        for rank in self.ranks:
-            for slot in rank.send_slots:
-                slot.finish()
-
 
 class LossMessages:
     """Sends the losses and weights of each batch from the last rank to all others, without waiting."""
@@ -496,7 +490,9 @@ class AsyncEngine(Engine):
     def _finish_chunk(self) -> None:
         """Wait for the sends of the oldest chunk, which can then be used again."""
         chunk = self._running.popleft()
-        chunk.finish_sends()
+        for rank in chunk.ranks:
+            for slot in rank.send_slots:
+                slot.finish()
         self._free_chunks.setdefault(chunk.key, []).append(chunk)
 
     def _start_vote(self, request: SyncRequest, vote: SyncVote) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, listed, transform
-from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights
+from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
 from penstock.runtime.distributed_parameters import whole
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.scaler import GradScaler
@@ -91,7 +91,7 @@ class LossHead:
         If the losses have different weights, the sum is weighted already, and the weight of the microbatch is 1.
         """
         if not step.named_steps:
-            self._loss_weights.agree_on_names(losses)
+            agree_on_names(self._loss_weights.replicas, losses)
             self._names = tuple(losses)
             step.named_steps = {name: LossStep(step.microbatches, step.recordings, step.is_training) for name in losses}
         elif losses.keys() != step.named_steps.keys():

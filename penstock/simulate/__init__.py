@@ -2,9 +2,3 @@
 
 from penstock.simulate.memory import memory_curves
 from penstock.simulate.simulation import Makespans, simulate
-
-__all__ = [
-    "Makespans",
-    "memory_curves",
-    "simulate",
-]

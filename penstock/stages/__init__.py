@@ -23,19 +23,3 @@ from penstock.stages.ownership import Ownership
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import CutModel, Stage
 from penstock.stages.stage_run import ForwardRun, StageRun, grad_boundary
-
-__all__ = [
-    "CutModel",
-    "DeferredAccumulator",
-    "ForwardRun",
-    "LayerList",
-    "Ownership",
-    "Sequence",
-    "Stage",
-    "StageRun",
-    "check",
-    "check_guards",
-    "distances",
-    "grad_boundary",
-    "split",
-]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name, isolated, without_accumulation_hooks
+from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name, isolated, tensors_in, without_accumulation_hooks
 from penstock.errors import PartitionError
-from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, leaves, transform
+from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, transform
 from penstock.stages.sequence import Sequence
 
 _SEED = 7
@@ -48,7 +48,7 @@ def _run_step(
     model = captured.model
     with isolated(model, _SEED), without_accumulation_hooks(model):
         output = run(*transform(args, copy_leaf), **transform(kwargs, copy_leaf))
-        outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(output)
         # Random gradients: with ones, errors that cancel out in a sum would not show.
         generator = torch.Generator().manual_seed(_SEED)
         gradients = {

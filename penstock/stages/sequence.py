@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, DrawSeed, Recording
+from penstock.capture import Captured, DrawSeed, Recording, tensors_in
 from penstock.errors import PartitionError
-from penstock.ir import Partition, leaves
+from penstock.ir import Partition
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.ownership import Ownership
 from penstock.stages.stage import CutModel, Stage
@@ -53,7 +53,7 @@ class Sequence:
             values |= run.outputs
             self._runs.append(run)
         output = self._captured.output(recording, {**inputs, **values})
-        self._outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        self._outputs = tensors_in(output)
         return output
 
     def backward(self, gradients: Mapping[int, Tensor | None]) -> None:
