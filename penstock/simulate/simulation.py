@@ -65,10 +65,16 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
         times = _walk(passes, messages)
     if times is None:
         raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) shows where it blocks")
-    ends = _ends_of_actions(program, computes, times.ends)
-    # `end - seconds` may be slightly before the moment that was waited for, by rounding.
+    # A pass has its own end; any other action ends with the pass before it on its rank.
+    table = program.table
+    latest = np.searchsorted(computes, np.arange(len(table.codes)), side="right") - 1
+    first = np.searchsorted(computes, table.starts[table.rank_of])
+    ends = np.where(latest >= first, times.ends[np.maximum(latest, 0)], 0.0)
+    # Per action the end of the action before it on its rank: by rounding, `end - seconds` may be slightly earlier.
+    previous = np.concatenate(([0.0], ends))
+    previous[table.starts[:-1]] = 0.0
     starts = ends.copy()
-    starts[computes] = np.maximum(times.starts, _ends_of_previous(program, ends)[computes])
+    starts[computes] = np.maximum(times.starts, previous[:-1][computes])
     sent = np.maximum(times.arrived - messages.seconds - messages.latency, ends[messages.send])
     by_send = np.argsort(messages.send)
     # Ranks synchronise first.
@@ -224,21 +230,6 @@ def _run_on_shared_cores(passes: _Passes, messages: _Messages, cores: int) -> Pa
     columns = (passes.before_send, passes.user, link, messages.seconds, messages.latency)
     rows = list(map(Message, *(column.tolist() for column in columns)))
     return run_on_shared_cores(cores, passes.starts.tolist(), passes.seconds.tolist(), rows)
-
-
-def _ends_of_actions(program: Program, computes: Indices, ends: Seconds) -> Seconds:
-    """Per action its end: of a pass its own, of any other the end of the pass before it on its rank."""
-    table = program.table
-    latest = np.searchsorted(computes, np.arange(len(table.codes)), side="right") - 1
-    first = np.searchsorted(computes, table.starts[table.rank_of])
-    return np.where(latest >= first, ends[np.maximum(latest, 0)], 0.0)
-
-
-def _ends_of_previous(program: Program, ends: Seconds) -> Seconds:
-    """Per action the end of the action before it on its rank; 0 for the first."""
-    previous = np.concatenate(([0.0], ends))
-    previous[program.table.starts[:-1]] = 0.0
-    return previous[:-1]
 
 
 def _add_reductions(

@@ -1,17 +1,14 @@
 """Activation recomputation: a block saves only its arguments, and runs again when backward needs the rest."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.ir import Graph
 
 Block = Callable[..., Any]
-SavedBuffers = list[tuple[nn.Module, str, Tensor]]
-"""owner, attribute, content"""
 
 
 class Recompute:
@@ -35,34 +32,24 @@ class Recompute:
         owners = [(self._stage.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in updates]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = [(owner, name, getattr(owner, name).clone()) for owner, name in owners]
-            return checkpoint(_run_with_buffers(block, before), args, kwargs, use_reentrant=False)
+            before = [getattr(owner, name).clone() for owner, name in owners]
+            is_first = True
+
+            def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                nonlocal is_first
+                if is_first:
+                    is_first = False
+                    return block(*args, **kwargs)
+                after = [getattr(owner, name) for owner, name in owners]
+                try:
+                    for (owner, name), buffer in zip(owners, before, strict=True):
+                        # A copy, because the block may run more than once again.
+                        setattr(owner, name, buffer.clone())
+                    return block(*args, **kwargs)
+                finally:
+                    for (owner, name), buffer in zip(owners, after, strict=True):
+                        setattr(owner, name, buffer)
+
+            return checkpoint(run, args, kwargs, use_reentrant=False)
 
         return call
-
-
-def _run_with_buffers(block: Block, before: SavedBuffers) -> Callable[[Any, Any], Any]:
-    """A function whose first call runs the block, and whose later calls run it on the buffers `before` the first."""
-    is_first = True
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            return block(*args, **kwargs)
-        with _replaced_buffers(before):
-            return block(*args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def _replaced_buffers(before: SavedBuffers) -> Iterator[None]:
-    current = [(owner, name, getattr(owner, name)) for owner, name, _ in before]
-    try:
-        for owner, name, buffer in before:
-            setattr(owner, name, buffer.clone())
-        yield
-    finally:
-        for owner, name, buffer in current:
-            setattr(owner, name, buffer)
