@@ -43,10 +43,10 @@ class _Ordered:
         if len(self.table) != self.num_ranks:
             raise ScheduleError("there must be one order per rank", orders=len(self.table), ranks=self.num_ranks)
         passes = self.table.passes
-        home = np.full(MAX_STAGES, -1)
-        home[: self.num_stages] = self.placement.ranks
+        rank_of_stage = np.full(MAX_STAGES, -1)
+        rank_of_stage[: self.num_stages] = self.placement.ranks
         rank = self.table.rank_of[passes.index]
-        wrong = (home[passes.stage] != rank) | (passes.microbatch >= self.num_microbatches)
+        wrong = (rank_of_stage[passes.stage] != rank) | (passes.microbatch >= self.num_microbatches)
         if wrong.any():
             first = int(np.argmax(wrong))
             index = int(passes.index[first])
@@ -200,9 +200,9 @@ class Program(_Ordered):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds, codes = self.table.kinds, self.table.codes
-        astray = ((kinds == Kind.SEND) | (kinds == Kind.RECV)) & (peer_of(codes) >= self.num_stages)
-        if astray.any():
-            action = self.table.action(int(np.argmax(astray)))
+        unknown = ((kinds == Kind.SEND) | (kinds == Kind.RECV)) & (peer_of(codes) >= self.num_stages)
+        if unknown.any():
+            action = self.table.action(int(np.argmax(unknown)))
             raise ScheduleError("a message names a stage that does not exist", action=action, stages=self.num_stages)
         if self.cuts.num_stages != self.num_stages:
             raise ScheduleError(
@@ -314,18 +314,20 @@ def _infer_sizes(orders: Orders) -> tuple[Placement, int]:
     ranks = orders.rank_of[passes.index]
     if not len(ranks):
         raise FormatError("a schedule must have actions", ranks=len(orders))
-    home = np.full(int(passes.stage.max()) + 1, -1)
-    home[passes.stage] = ranks
-    if (astray := home[passes.stage] != ranks).any():
-        stage = int(passes.stage[astray][0])
+    rank_of_stage = np.full(int(passes.stage.max()) + 1, -1)
+    rank_of_stage[passes.stage] = ranks
+    if (differs := rank_of_stage[passes.stage] != ranks).any():
+        stage = int(passes.stage[differs][0])
         raise FormatError(
             "a stage must be on one rank", stage=stage, ranks=sorted(set(ranks[passes.stage == stage].tolist()))
         )
-    if (home < 0).any():
-        raise FormatError("every stage must have actions", stage=int(np.argmax(home < 0)), stages=len(home))
-    if missing := set(range(len(orders))) - set(home.tolist()):
+    if (rank_of_stage < 0).any():
+        raise FormatError(
+            "every stage must have actions", stage=int(np.argmax(rank_of_stage < 0)), stages=len(rank_of_stage)
+        )
+    if missing := set(range(len(orders))) - set(rank_of_stage.tolist()):
         raise FormatError("every rank must have actions", rank=min(missing), ranks=len(orders))
-    return Placement(tuple(home.tolist())), int(passes.microbatch.max()) + 1
+    return Placement(tuple(rank_of_stage.tolist())), int(passes.microbatch.max()) + 1
 
 
 def _infer_cuts(orders: Orders, placement: Placement) -> Cuts:

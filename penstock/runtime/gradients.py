@@ -62,14 +62,14 @@ class ReplicaReducer:
 
     def start(self, stage: int) -> None:
         """Start averaging the gradients of a stage, while other stages still compute."""
-        alike: dict[Any, list[nn.Parameter]] = {}
+        buckets: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._parameters.get(stage, ()):
             if parameter.requires_grad:
                 resolve_partial(parameter, self._replica_ranks)
                 layout = self._layouts[parameter]
                 # One message per dtype, so that no gradient is converted.
-                alike.setdefault((layout.group, layout.divisor, parameter.dtype), []).append(parameter)
-        for (group, divisor, dtype), parameters in alike.items():
+                buckets.setdefault((layout.group, layout.divisor, parameter.dtype), []).append(parameter)
+        for (group, divisor, dtype), parameters in buckets.items():
             # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
             flags = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
             flat = torch.cat([*map(_flat_gradient, parameters), flags])
