@@ -110,9 +110,6 @@ def test_the_package_is_serialised_by_its_name() -> None:
 
 def test_dir_shows_public_names_only() -> None:
     """In a process of its own: others may have loaded packages of penstock."""
-    code = (
-        "import penstock, penstock.runtime, penstock.cli\n"
-        "print(sorted(set(dir(penstock)) ^ set(penstock.__all__)))"
-    )
+    code = "import penstock, penstock.runtime, penstock.cli\nprint(sorted(set(dir(penstock)) ^ set(penstock.__all__)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['__version__']"

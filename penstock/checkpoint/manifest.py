@@ -1,6 +1,8 @@
 """The manifest of a checkpoint: its files with their digests, written last. A directory without it is incomplete.
 
-A new field is added to the record only: encoding, decoding and their checks derive from it.
+A new field of `Manifest` needs a default, which is left out of the document, so that manifests without it stay valid;
+encoding, decoding and their checks derive from the record, and `_make_manifest` in saving.py gives the field its value.
+FORMAT grows when an older penstock would be wrong to read the checkpoint.
 """
 
 import hashlib
@@ -101,7 +103,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The document, with its own digest."""
-        content = signed_document(_adapter().dump_python(self, mode="json"))
+        content = signed_document(_adapter().dump_python(self, mode="json", exclude_defaults=True))
         if len(content) > _MAX_BYTES:
             problem = "the manifest would be too large to be read: the model has too many tensors"
             raise CheckpointError(problem, bytes=len(content), limit=_MAX_BYTES, tensors=len(self.tensors))

@@ -45,8 +45,8 @@ class FileRecord:
 
     bytes: int
     sha256: str
-    rank: int = 0
-    """the rank that wrote it"""
+    rank: int
+    """that wrote it"""
 
 
 def dtype_and_shape(tensor: Tensor, name: str) -> tuple[str, tuple[int, ...]]:

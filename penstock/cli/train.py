@@ -1,4 +1,8 @@
-"""`penstock train`: train a model with a plan, on local processes or as one rank of torchrun."""
+"""`penstock train`: train a model with a plan, on local processes or as one rank of torchrun.
+
+Its options are the fields of records: TrainOptions (the training loop, in `penstock/api/train_options.py`), TrainFlags
+and CheckpointFlags (`training_job.py`, where `run_rank` uses them), PlanFlags (`plan.py`), and Files here.
+"""
 
 import os
 from collections.abc import Iterator

@@ -298,10 +298,10 @@ def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "
     saved = loaded.extra.get(TRAIN_OPTIONS) if isinstance(loaded.extra, dict) else None
     before: dict[str, Any] = saved if isinstance(saved, dict) else {}
     now = asdict(flags) | asdict(options)
-    names = ["data", "loss", "optimizer", "lr", "clip", "seed", "accumulate", "precision", "lr_schedule", "warmup"]
-    if options.lr_schedule not in (None, "constant"):
-        names.append("steps")  # the learning rate depends on it
-    changed = [name for name in names if name in before and before[name] != now[name]]
+    unimportant = {"eval_data", "callback", "replicas", "device", "deadline", "eval_every", "log"}
+    if options.lr_schedule in (None, "constant"):
+        unimportant.add("steps")  # the learning rate does not depend on it
+    changed = [name for name in now if name in before and name not in unimportant and before[name] != now[name]]
     for group in optimizer.param_groups:
         if "lr" in changed and ":" not in flags.optimizer:
             group["lr"] = group["initial_lr"] = flags.lr

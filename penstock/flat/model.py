@@ -1,12 +1,10 @@
 """A model as a list of modules called one after another, and the part of the list that a rank holds."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
-from penstock.batches import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
 from penstock.ir import as_int
@@ -59,8 +57,9 @@ def partition_uniform(
         stage: None: this rank
     """
     entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
-    bounds = list(accumulate(microbatch_sizes(len(entries), stages), initial=0))
-    return entries[bounds[stage] : bounds[stage + 1]]
+    least, more = divmod(len(entries), stages)
+    begin = stage * least + min(stage, more)
+    return entries[begin : begin + least + (stage < more)]
 
 
 def partition_balanced(

@@ -1,4 +1,9 @@
-"""Seconds and bytes per stage, and their computation from a Profile and a Partition."""
+"""Seconds and bytes per stage, and their computation from a Profile and a Partition.
+
+The cost model is in four places: the costs of stages here (`partitioners/costs.py` has the same for many candidate
+stages at once), those of messages and of the machine in `cluster.py` (Link, Overhead, slowness), memory that is not of
+one pass in `training_state.py`, and how they add up in time in `timing.py`.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence

@@ -69,8 +69,8 @@ class SyncVote(NamedTuple):
     """values of which the maximum over all ranks is taken; NaN is the largest"""
     content: tuple[float, ...] = ()
     """values that only this rank has, at most MAX_CONTENT"""
-    includes_replicas: bool = False
-    """whether the agreement must hold between replicas too"""
+    includes_pipelines: bool = False
+    """whether the agreement must hold between all pipelines (replicas and tensor-parallel ranks) too"""
     batch: Mapping[str, object] = {}
     """the tensors and plain values of the batch by name, which are described if the checksums differ"""
 
@@ -100,15 +100,15 @@ class RankSync:
 
     _next_pipeline: ClassVar[int] = 0
     _unfinished: ClassVar[dict[int | None, "RankSync"]] = {}
-    """by the id of a control group, the Pipeline's sync that was started and not finished; it refers to the group"""
+    """by the id of a control group, which the sync keeps alive: the sync that was started and not finished"""
 
     def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
         self._groups = groups
-        self._control = None if groups.is_local or tag != TAG else id(groups.control)
+        self._control_id = None if groups.is_local or tag != TAG else id(groups.control)
         # Other syncs may be open while this one is used, so they do not share its channels.
         self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == TAG)
-        self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
-        self._number, self._pipeline = 0, -1
+        self._pipelines = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
+        self._number, self._pipeline_id = 0, -1
         self.step = 0
         """the step of the last request"""
         self._open: tuple[SyncRequest, SyncVote, _Row | None] | None = None
@@ -121,10 +121,10 @@ class RankSync:
         if self._ranks is None:
             return True
         maxes = (float(RankSync._next_pipeline), float(plan_digest), -float(plan_digest))
-        result = self.exchange(SyncRequest("Pipeline", 0), SyncVote(options, maxes=maxes, includes_replicas=True))
+        result = self.exchange(SyncRequest("Pipeline", 0), SyncVote(options, maxes=maxes, includes_pipelines=True))
         number, largest, smallest = result.maxes[:3]
-        self._pipeline = int(number)
-        RankSync._next_pipeline = self._pipeline + 1
+        self._pipeline_id = int(number)
+        RankSync._next_pipeline = self._pipeline_id + 1
         if self._groups.monitor is not None:
             self._groups.monitor.building()
         return largest == -smallest
@@ -132,7 +132,7 @@ class RankSync:
     def beside(self, number: int) -> "RankSync":
         """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
         other = RankSync(self._groups, TAG + number)
-        other._pipeline = self._pipeline
+        other._pipeline_id = self._pipeline_id
         return other
 
     def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:
@@ -167,7 +167,7 @@ class RankSync:
     def start(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> None:
         """Send this rank's vote without waiting for the others."""
         # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
-        self._send(request, vote, zlib.crc32(f"{self._pipeline} {request.text}".encode()))
+        self._send(request, vote, zlib.crc32(f"{self._pipeline_id} {request.text}".encode()))
 
     def refuse(self, request: SyncRequest, error: Exception, seconds: float = 0.0) -> None:
         """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself.
@@ -186,7 +186,7 @@ class RankSync:
             self._groups.monitor.idle()
 
     def _send(self, request: SyncRequest, vote: SyncVote, digest: int) -> None:
-        unfinished = self if self._open is not None else self._unfinished.get(self._control)
+        unfinished = self if self._open is not None else self._unfinished.get(self._control_id)
         if unfinished is not None:
             # A step that failed before its first message left a sync open, perhaps one of another Pipeline: the votes
             # that were sent must be received, or they would be taken for those of this sync.
@@ -207,14 +207,14 @@ class RankSync:
         self._number += 1
         self.step = request.step
         self._open = (request, vote, row)
-        if self._control is not None:
-            self._unfinished[self._control] = self
+        if self._control_id is not None:
+            self._unfinished[self._control_id] = self
 
     def finish(self) -> SyncResult:
         """Wait for the votes of all ranks; raises the same error on every rank if they do not agree."""
         assert self._open is not None
         (request, vote, row), self._open = self._open, None
-        self._unfinished.pop(self._control, None)
+        self._unfinished.pop(self._control_id, None)
         if self._ranks is None or row is None:
             return SyncResult(vote.sums, vote.maxes, vote.sums)
         if self._groups.monitor is not None:
@@ -223,30 +223,31 @@ class RankSync:
         problem = None if _keys_are_equal(data) else _problem(self._ranks, _rows(data), vote, "rank")
         sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), ROW_BYTES)])
         pipeline_sums, by_pipeline = sums, ()
-        if self._replicas is not None:
-            votes = self._finish_replicas(self._replicas, row._replace(sums=sums, maxes=maxes), vote, problem)
+        if self._pipelines is not None:
+            votes = self._finish_pipelines(self._pipelines, row._replace(sums=sums, maxes=maxes), vote, problem)
             sums, maxes = _reduced(votes)
             by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
             raise problem
         return SyncResult(sums, maxes, pipeline_sums, data, by_pipeline)
 
-    def _finish_replicas(
-        self, replicas: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
+    def _finish_pipelines(
+        self, pipelines: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
     ) -> "list[_Reductions]":
         """The results of all pipelines; a problem of one pipeline is a problem of all."""
         agreement, digest = _NO_AGREEMENT, pipeline_row.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
-        elif vote.agreement is not None and (vote.includes_replicas or digest == _REFUSED):
+        elif vote.agreement is not None and (vote.includes_pipelines or digest == _REFUSED):
             agreement = vote.agreement
         key = _Key(pipeline_row.key.number, pipeline_row.key.step, digest, agreement.digest)
-        replicas.start(_Row(key, pipeline_row.text, agreement.num_bytes, pipeline_row.sums, pipeline_row.maxes).pack())
-        replica_rows = _rows(replicas.finish())
-        other = _problem(replicas, replica_rows, SyncVote(agreement), "replica")
+        pipelines.start(_Row(key, pipeline_row.text, agreement.num_bytes, pipeline_row.sums, pipeline_row.maxes).pack())
+        rows = _rows(pipelines.finish())
+        kind = "replica" if self._groups.tensor_ranks == 1 else "pipeline"
+        other = _problem(pipelines, rows, SyncVote(agreement), kind)
         if other is not None and problem is None:
             raise other
-        return [(row.sums, row.maxes) for row in replica_rows]
+        return [(row.sums, row.maxes) for row in rows]
 
 
 _TEXT_BYTES = 104
@@ -413,7 +414,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: str) -> RunError | None:
     """Why the ranks cannot continue, the same error on all; None if all keys are equal.
 
-    `kind` is "rank", or "replica" if the rows are those of replicas.
+    `kind` is "rank", or "replica" or "pipeline" if the rows are those of all pipelines.
     """
     if all(row.key == rows[0].key for row in rows):
         return None

@@ -1,5 +1,8 @@
 """Schedules by name: (ranks, microbatches, costs) -> Schedule, one per file, all in the table SCHEDULES.
 
+To add one, write a file with a subclass of `Scheduler` and add it to SCHEDULES: the planner, the command line and the
+property tests read that table, and the tests then ask for a section and a picture in docs/schedules.md.
+
 base.py is the contract; gpipe.py and one_f_one_b.py are the simplest members. Shared by members: weight_filling.py
 moves weight gradients into gaps, vee_blocks.py builds V schedules from the passes of one microbatch.
 """

@@ -4,18 +4,20 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
 from penstock.checkpoint import manifest as manifest_module
 from penstock.checkpoint import read_manifest, verify_checkpoints
-from penstock.checkpoint.manifest import NAME, signed_document
+from penstock.checkpoint.manifest import NAME, Manifest, signed_document
 from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning
 from penstock.runtime.tensor_json import json_bytes, parse_json
@@ -102,6 +104,17 @@ def test_a_linked_directory_does_not_count(good: Path, training: Training, tmp_p
     shutil.copytree(good / "step-000001", tmp_path / "step-000001")
     (tmp_path / "step-000009").symlink_to(good / "step-000002")
     assert training.pipe.load(tmp_path).step == 1
+
+
+def test_a_manifest_without_a_field_that_was_added_later_is_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class LaterManifest(Manifest):
+        comment: str = "none"
+
+    monkeypatch.setattr(manifest_module, "_adapter", lambda: TypeAdapter(LaterManifest))
+    read = read_manifest(good / "step-000002")
+    assert isinstance(read, LaterManifest)
+    assert (read.step, read.comment) == (2, "none")
 
 
 def test_a_newer_format_is_not_damage(good: Path, training: Training, tmp_path: Path) -> None:

@@ -250,9 +250,9 @@ def portfolio(table: PassTable, heads: Floats, tails: Floats, bound: float, size
     allocates = (table.allocated > 0)[:, None]
     found = Rules(
         np.array([key for _, _, key in rules]).reshape(-1, *latest_start.shape),
-        np.array(
-            [np.where(allocates, np.maximum(latest_start + shift, 0.0), 0.0) for shift, _, _ in rules]
-        ).reshape(-1, *latest_start.shape),
+        np.array([np.where(allocates, np.maximum(latest_start + shift, 0.0), 0.0) for shift, _, _ in rules]).reshape(
+            -1, *latest_start.shape
+        ),
         np.array([patience * table.seconds.mean() for _, patience, _ in rules]),
     )
     return Rules(*(np.concatenate(parts) for parts in zip(*steady, found, strict=True)))

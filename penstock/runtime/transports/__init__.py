@@ -1,4 +1,14 @@
-"""Transports carry messages between ranks. Each is one file here, and one line in `make_transport`."""
+"""Transports carry messages between ranks; `make_transport` chooses one.
+
+To add one, write a file with a subclass of `Transport`, choose it in `make_transport`, and if users may ask for it add
+its name to TRANSPORTS in `penstock/runtime/options.py`. Files in reading order:
+
+    base.py            the contract, and how tensors become bytes
+    local.py           all ranks in one process
+    distributed.py     torch.distributed: gloo, NCCL
+    shared_memory.py   ranks on the CPUs of one host; ring.py: the memory; links.py: the sockets that pass and watch it
+    described.py       messages that begin with shapes and dtypes, for hand-written stages; around another transport
+"""
 
 import logging
 
