@@ -3,23 +3,23 @@
 `LossWeights` is used by the runtime: it computes the losses of a loss function and finds the weight of each
 microbatch. `probe.py` explains the identity that it rests on.
 
-    weights.py        LossWeights: the weights of every step, and warnings; replicas.py: weights among all replicas
-    decide.py         whether weights can be counted, must be evaluated in every step, or do not exist
-    counts.py         weights that are the shares of samples, labels or a mask
-    probe.py          compares gradients for some samples together with those for the same samples in parts
-    samples.py        selects samples of a batch and makes outputs for them
-    terms.py          finds the losses in the result of a model or a loss function
-    function.py       evaluates a loss function
-    model.py          evaluates the loss that a model returns; noise.py: the results of its blocks, which do not run
-    interactions.py   finds samples that interact inside a model
-    added.py          add_loss; added_weights.py finds the weights of added losses
+    microbatch_weights.py  LossWeights: the weights of every step, and warnings; replicas.py: weights among all replicas
+    find_weights.py        whether weights can be counted, must be evaluated in every step, or do not exist
+    counted_weights.py     weights that are the shares of samples, labels or a mask
+    probe.py               compares gradients for some samples together with those for the same samples in parts
+    samples.py             selects samples of a batch and makes outputs for them
+    find_losses.py         finds the losses in the result of a model or a loss function
+    function.py            evaluates a loss function
+    returned_loss.py       evaluates the loss that a model returns; noise.py: results of its blocks, which do not run
+    interactions.py        finds samples that interact inside a model
+    added.py               add_loss; added_weights.py finds the weights of added losses
 """
 
 from penstock.loss.added import ADDED_COLLECTOR, Added, add_loss, added_losses, collect_added
 from penstock.loss.added_weights import AddedLosses
-from penstock.loss.counts import REDUCTIONS, weighted_sum
+from penstock.loss.counted_weights import REDUCTIONS, weighted_sum
+from penstock.loss.find_losses import SINGLE, loss_values, losses_of, losses_of_function
 from penstock.loss.function import loss_module
+from penstock.loss.microbatch_weights import LossStep, LossWeights
 from penstock.loss.probe import FunctionTracker
 from penstock.loss.replicas import agree_on_names
-from penstock.loss.terms import SINGLE, loss_values, losses_of, losses_of_function
-from penstock.loss.weights import LossStep, LossWeights

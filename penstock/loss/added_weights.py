@@ -8,12 +8,12 @@ from torch import Tensor
 from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
-from penstock.loss.counts import Count, Kind
-from penstock.loss.model import ModelLoss
+from penstock.loss.counted_weights import Count, Kind
+from penstock.loss.microbatch_weights import LossStep
 from penstock.loss.noise import Noise
 from penstock.loss.probe import Evaluation, Probe, evaluation
+from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import choose_parts
-from penstock.loss.weights import LossStep
 
 _KINDS: tuple[Kind, ...] = ("mean", "sum")
 

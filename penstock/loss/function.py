@@ -22,9 +22,9 @@ from penstock.capture import (
 )
 from penstock.errors import PenstockError, RunError
 from penstock.ir import leaves, listed, named_leaves, take_apart, transform
+from penstock.loss.find_losses import SINGLE, losses_of_function
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
 from penstock.loss.samples import LARGE, SMALL_SCALE, Part, artificial_output, join, sample_dims
-from penstock.loss.terms import SINGLE, losses_of_function
 
 LossFn = Callable[[Any, Any], Any]
 _MAX_DEPTH = 4

@@ -28,6 +28,7 @@ from penstock.capture import (
 )
 from penstock.ir import Call, Container, Parts, Ref, Tree, copy_into, leaves, put_together, transform
 from penstock.loss.added import collect_added
+from penstock.loss.find_losses import SINGLE, losses_of
 from penstock.loss.noise import Noise
 from penstock.loss.probe import (
     ConstantRandomness,
@@ -38,7 +39,6 @@ from penstock.loss.probe import (
     evaluation,
 )
 from penstock.loss.samples import Part, choose_parts
-from penstock.loss.terms import SINGLE, losses_of
 
 
 class ModelLoss:

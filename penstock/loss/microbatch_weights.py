@@ -10,15 +10,15 @@ from torch import Tensor
 from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
-from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
-from penstock.loss.decide import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
+from penstock.loss.counted_weights import IGNORE_INDEX, REDUCTIONS, Count, Piece
+from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
+from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
-from penstock.loss.model import ModelLoss
 from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
 from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
+from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
-from penstock.loss.terms import SINGLE, loss_values, losses_of_function
 
 _LABELS = Count("tokens", "", IGNORE_INDEX)
 _FUNCTION = ""

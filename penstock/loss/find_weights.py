@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
-from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates
+from penstock.loss.counted_weights import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.probe import Evaluate, Evaluation, Probe
 from penstock.loss.samples import LARGE, Part, choose_parts
 
