@@ -129,10 +129,10 @@ class StreamRunner(StageRunner):
         version = batch.versions[stage_pass.stage, index] = weights.acquire(batch.number)
         with weights.using(version):
             super().forward(stage_pass._replace(microbatch=index))
-        if batch.step.named_steps:
+        if batch.step.weights_by_loss:
             raise RunError(
                 "an asynchronous pipeline must have one loss",
-                losses=", ".join(batch.step.named_steps),
+                losses=", ".join(batch.step.weights_by_loss),
                 hint="a loss function that returns their sum",
             )
 
@@ -297,7 +297,7 @@ class AsyncEngine(Engine):
         self.check_usable()
         request = SyncRequest("step", number, step_options(False, records, scale))
         with watch_step(self._groups.monitor, number, True):
-            with self._refusing(request, self._sync_of_call):
+            with self._errors_on_all_ranks(request, self._sync_of_call):
                 entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records, scale)
             with self._failing():
                 self._start_vote(request, vote)
@@ -412,7 +412,7 @@ class AsyncEngine(Engine):
             )
         self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
-        scales = {"scale": scale, "loss_scale": scale}
+        scales = {"scale": scale, "gradient_scale": scale}
         step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size, **scales)
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._part.stages, len(microbatches))

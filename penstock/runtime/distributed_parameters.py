@@ -160,7 +160,7 @@ def find_layouts(
     return layouts
 
 
-def communicates(groups: ProcessGroups, parameters: Iterable[nn.Parameter]) -> bool:
+def replicas_share_parameters(groups: ProcessGroups, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether the forward of any rank communicates with other replicas, because they share parameters; collective."""
     if groups.replicas is None:
         return False

@@ -91,7 +91,7 @@ class Engine:
         moves = AddShardMoves(options.max_active_stages)
         passes = (*DEFAULT_PASSES, moves) if part.sharded.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, part.describe)
-        self.compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
+        self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
         self._num_microbatches = plan.num_microbatches
         self._splittings: LruCache[Any, Splitting] = LruCache()
@@ -107,7 +107,7 @@ class Engine:
         """of the batch of the current step, with budget_tokens"""
         self._seed = 0
         """seed of the random numbers of the current step"""
-        self._num_recorded = 0
+        self._num_to_record = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
         self._parameters = {index: tuple(stage.parameters()) for index, stage in part.stages.items()}
         """by stage"""
@@ -219,8 +219,8 @@ class Engine:
         votes = groups.peers is not None or self._sender is not None
         vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
         pair, kind = None, None
-        with self._refusing(vote_request if votes else request):
-            if self._part.communicates or groups.tensor_ranks > 1:
+        with self._errors_on_all_ranks(vote_request if votes else request):
+            if self._part.replicas_share_parameters or groups.tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and not has_no_batch(batch):
@@ -267,13 +267,13 @@ class Engine:
         seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
         if self._groups.tensor_ranks > 1:
             self._compare_shared_batches(batch, request)
-        self._num_recorded = 0
-        if self._part.communicates:
+        self._num_to_record = 0
+        if self._part.replicas_share_parameters:
             self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
         if self._sender is None:
-            split, compiled, mean_size = self._begin_given(batch, request, is_training)
+            split, compiled, mean_size = self._begin_with_own_batch(batch, request, is_training)
         else:
-            split, compiled, mean_size = self._begin_sent(self._sender, batch, request, is_training)
+            split, compiled, mean_size = self._begin_with_sent_batch(self._sender, batch, request, is_training)
         scaler, (microbatches, recordings, inputs) = self._loss_head.scaler, split
         step = Step(
             microbatches,
@@ -285,7 +285,7 @@ class Engine:
             seed=seed,
             mean_size=mean_size,
             scale=scale,
-            loss_scale=scale if scaler is None else scale * scaler.scale,
+            gradient_scale=scale if scaler is None else scale * scaler.scale,
         )
         return step, compiled
 
@@ -296,7 +296,7 @@ class Engine:
         """
         groups = self._groups
         comparison = SyncRequest(f"the batch of {request.name}", request.step)
-        with self._refusing(comparison):
+        with self._errors_on_all_ranks(comparison):
             batch_checksum, leaves = self._batch_checksum(batch, request)
             if not batch_checksum:
                 # Shapes are compared in any case: blocks of these ranks exchange tensors.
@@ -353,7 +353,7 @@ class Engine:
 
     def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
         """Split a batch into microbatches."""
-        if not self._part.has_weights or self._part.differing_weights is not None:
+        if not self._part.has_weights or self._part.weights_error is not None:
             self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
@@ -366,7 +366,7 @@ class Engine:
         """Split a batch into microbatches, and find the recording of each unless they are given."""
         microbatches, captured = self._microbatches(batch), self._part.captured
         parts = [(part.args, part.kwargs) for part in microbatches]
-        num_recorded, self._num_recorded = self._num_recorded, 0
+        num_recorded, self._num_to_record = self._num_to_record, 0
         if recordings is not None:
             captured.record_again(parts[0], self._seed, num_recorded)
             inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
@@ -387,7 +387,7 @@ class Engine:
         `finds_dims`: the batch dimensions of the outputs are found by another recording, after the step.
         """
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
-        with self._refusing(shapes):
+        with self._errors_on_all_ranks(shapes):
             number, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and not has_no_batch(batch):
                 parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
@@ -412,16 +412,16 @@ class Engine:
             )
             error.is_shared = True
             raise error
-        self._num_recorded = int(most)
-        if self._num_recorded and self._groups.monitor is not None:
+        self._num_to_record = int(most)
+        if self._num_to_record and self._groups.monitor is not None:
             self._groups.monitor.building()
 
-    def _begin_given(
+    def _begin_with_own_batch(
         self, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups = self._groups
-        with self._refusing(request):
+        with self._errors_on_all_ranks(request):
             if not groups.is_local and has_no_batch(batch):
                 hint = (
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
@@ -444,7 +444,7 @@ class Engine:
         # Replicas exchange collectives before the first message, so they wait now.
         return split, compiled, self._mean_size(self._sync.exchange(request, vote))
 
-    def _begin_sent(
+    def _begin_with_sent_batch(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
         """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it.
@@ -462,7 +462,7 @@ class Engine:
         given = (self._given_names.mask(batch), float(target_checksum))
         outgoing, own_target = None, batch[2] if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
-            with self._refusing(request), naming_the_first_rank():
+            with self._errors_on_all_ranks(request), naming_the_first_rank():
                 if has_no_batch(batch):
                     hint = "step(x, target=y) on rank 0; the target may be passed on the rank of the last stage"
                     raise RunError('with inputs="first" rank 0 must be given the batch', hint=hint)
@@ -492,7 +492,7 @@ class Engine:
             new = SyncRequest("the shapes of a batch", request.step)
             if groups.monitor is not None:
                 groups.monitor.building()
-            with self._refusing(new):
+            with self._errors_on_all_ranks(new):
                 split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
                 compiled = self._compiled(split, is_training)
             self._sync.exchange(new, SyncVote(compiled.agreement))
@@ -506,10 +506,10 @@ class Engine:
             roots = tuple(self._loss_head.roots(recording, is_training) for recording in split.recordings)
             return self._compiler.compile(is_training, split.recordings, roots)
 
-        return self.compiled_steps.get((is_training, split.recordings), make)
+        return self._compiled_steps.get((is_training, split.recordings), make)
 
     @contextmanager
-    def _refusing(self, request: SyncRequest, sync: RankSync | None = None) -> Iterator[None]:
+    def _errors_on_all_ranks(self, request: SyncRequest, sync: RankSync | None = None) -> Iterator[None]:
         """Raise an error of the body on every rank: the other ranks raise it in the sync of `request`."""
         try:
             yield
@@ -634,54 +634,58 @@ class Engine:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
         groups, count = self._groups, len(step.microbatches)
         losses_and_weights: tuple[float, ...] = ()
-        loss, has_loss, dtype = 0.0, 0.0, -1.0
+        loss, loss_kind, dtype = 0.0, 0.0, -1.0
         if step.losses:
             # Only the rank of the last stage has losses: it sends them, and their weights, with its vote.
             assert step.weights is not None
             losses, weights = [step.losses[index] for index in range(count)], _scaled(step.weights, step.scale)
             values = torch.stack(losses).tolist()
             losses_and_weights = (*values, *weights)
-            has_loss, dtype = (2.0 if step.named_steps else 1.0), float(_DTYPES.index(losses[0].dtype))
+            loss_kind, dtype = (2.0 if step.weights_by_loss else 1.0), float(_DTYPES.index(losses[0].dtype))
             # A microbatch of weight 0 does not count, even if its loss is NaN.
             loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
         added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
-        first, last = math.inf, -math.inf
+        first_bad_output, last_bad_gradient = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
             for index, parameters in self._parameters.items():
                 step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
             in_outputs, in_gradients = step.extremes.nonfinite_stages()
             # NaN spreads to later stages in forward and to earlier ones in backward.
-            first, last = min(in_outputs, default=math.inf), max(in_gradients, default=-math.inf)
+            first_bad_output = min(in_outputs, default=math.inf)
+            last_bad_gradient = max(in_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.tensor_ranks > 1 and every and number % every == 0:
             difference = self._part.shared_gradients.differing()
         new_warnings = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
         content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()
-        # The first stage is negated, so that the maximum over the ranks gives the minimum.
         sums = (loss, added, len(new_warnings), float(difference is not None))
-        vote = SyncVote(sums=sums, maxes=(has_loss, dtype, -first, last), content=content)
-        result = self._sync.exchange(request, vote)
-        if result.sums[2]:
+        # `loss_kind` is 0 without a loss, 1 with one, 2 with several by name. The first stage is negated, so that the
+        # maximum over the ranks gives the minimum.
+        maxes = (loss_kind, dtype, -first_bad_output, last_bad_gradient)
+        result = self._sync.exchange(request, SyncVote(sums=sums, maxes=maxes, content=content))
+        loss, added, num_warnings, num_differing = result.sums
+        loss_kind, dtype, first_bad_output, last_bad_gradient = result.maxes
+        first_bad_output = -first_bad_output
+        if num_warnings:
             self._warnings.issue(new_warnings, step.is_training)
-        has_loss, dtype, first, last = result.maxes[0], result.maxes[1], -result.maxes[2], result.maxes[3]
-        loss_dtype = _DTYPES[int(dtype)] if has_loss > 0 else torch.float64
-        if has_loss > 0 and not groups.is_local:
+        loss_dtype = _DTYPES[int(dtype)] if loss_kind > 0 else torch.float64
+        if loss_kind > 0 and not groups.is_local:
             sent = result.content(self._last_rank)
             losses_and_weights = sent or self._broadcast_losses(losses_and_weights, count)
-        by_name = self._share_named_losses(step) if has_loss > 1 else {}
-        total = (result.sums[0] + result.sums[1]) / groups.num_pipelines
+        by_name = self._share_named_losses(step) if loss_kind > 1 else {}
+        total = (loss + added) / groups.num_pipelines
         outputs = None
         if step.keeps_outputs:
             outputs = share_outputs(groups, self._last_rank, self._part.device, lambda: self._merge_outputs(step))
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
-        if math.isfinite(first) or math.isfinite(last):
-            skipped = self._handle_nonfinite(step, compiled, number, first, last)
-        elif result.sums[3]:
+        if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
+            skipped = self._handle_nonfinite(step, compiled, number, first_bad_output, last_bad_gradient)
+        elif num_differing:
             raise_on_all_ranks(groups, difference)
         return Result(
-            torch.tensor(total, dtype=loss_dtype) if has_loss > 0 else None,
+            torch.tensor(total, dtype=loss_dtype) if loss_kind > 0 else None,
             tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
             tuple(losses_and_weights[count:]),
             outputs,
@@ -695,8 +699,8 @@ class Engine:
     def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
         """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
         text = ""
-        if step.named_steps:
-            weights = {name: _scaled(own.weights or (), step.scale) for name, own in step.named_steps.items()}
+        if step.weights_by_loss:
+            weights = {name: _scaled(own.weights or (), step.scale) for name, own in step.weights_by_loss.items()}
             # In the same order on every replica. A loss of weight 0 does not count, even if it is NaN.
             totals = []
             for name in sorted(weights):
@@ -765,9 +769,9 @@ class Engine:
             seed=step.seed,
             mean_size=step.mean_size,
             scale=step.scale,
-            loss_scale=step.loss_scale,
+            gradient_scale=step.gradient_scale,
             weights=step.weights,
-            named_steps=step.named_steps,
+            weights_by_loss=step.weights_by_loss,
         )
         with NonfiniteProbe(self._part.stages).active() as probe:
             self._runner.probe = probe

@@ -189,13 +189,13 @@ class StageRunner:
             self._part.sharded.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
-            gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.loss_scale)
+            gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.gradient_scale)
         if stage == self._last_stage:
             weight = step.weights[microbatch]
             # Backward through a loss of weight 0 could give 0 * NaN: it is left out instead.
             if weight:
                 loss = step.losses[microbatch]
-                key = weight * step.loss_scale, loss.dtype, loss.device
+                key = weight * step.gradient_scale, loss.dtype, loss.device
                 if key != self._gradient_key:
                     self._gradient_key, self._gradient = key, torch.full_like(loss, key[0])
                 # A copy, as hooks may change it in place.

@@ -90,24 +90,26 @@ class LossHead:
 
         If the losses have different weights, the sum is weighted already, and the weight of the microbatch is 1.
         """
-        if not step.named_steps:
+        if not step.weights_by_loss:
             agree_on_names(self._loss_weights.replicas, losses)
             self._names = tuple(losses)
-            step.named_steps = {name: LossStep(step.microbatches, step.recordings, step.is_training) for name in losses}
-        elif losses.keys() != step.named_steps.keys():
+            step.weights_by_loss = {
+                name: LossStep(step.microbatches, step.recordings, step.is_training) for name in losses
+            }
+        elif losses.keys() != step.weights_by_loss.keys():
             raise RunError(
                 "all microbatches must have losses of the same names",
                 names=", ".join(losses),
-                others=", ".join(step.named_steps),
+                others=", ".join(step.weights_by_loss),
                 hint="a loss of 0 for a microbatch that does not have it: (0 * output).sum()",
             )
         step.named_losses[microbatch] = {name: loss.detach().clone() for name, loss in losses.items()}
         for name, loss in losses.items():
-            loss_step = step.named_steps[name]
+            loss_step = step.weights_by_loss[name]
             self._loss_weights.by_name(name).weigh(loss_step, microbatch, output, loss)
             if loss_step.loss_problem and not step.loss_problem:
                 step.loss_problem = f"{name}: {loss_step.loss_problem}"
-        weights = {name: loss_step.weights or () for name, loss_step in step.named_steps.items()}
+        weights = {name: loss_step.weights or () for name, loss_step in step.weights_by_loss.items()}
         if len(set(weights.values())) == 1:
             step.weights = next(iter(weights.values()))
             return reduce(torch.add, losses.values())
@@ -123,7 +125,7 @@ class LossHead:
         """
         if not step.losses:
             return None, {}
-        steps = step.named_steps or {SINGLE: step}
+        steps = step.weights_by_loss or {SINGLE: step}
         weights = {name: loss_step.weights or () for name, loss_step in steps.items()}
         usual = next(iter(weights.values())) if len(set(weights.values())) == 1 else None
         if self.has_loss_fn:

@@ -26,8 +26,8 @@ from penstock.ir import Plan
 from penstock.runtime.distributed_parameters import (
     PartialGradients,
     SharedGradients,
-    communicates,
     find_layouts,
+    replicas_share_parameters,
     shard_like,
 )
 from penstock.runtime.gradients import (
@@ -69,24 +69,24 @@ class ModelPart:
         parallelize: Parallelize | None,
         granularity: Granularity,
         loss_module: nn.Module | None,
-        compares_models: bool,
+        checks_model: bool,
     ) -> None:
         """`parallelize` is applied to every stage. The last stage trains the parameters of `loss_module`.
 
-        `compares_models`: ranks compare the code, constants and weights of their models.
+        `checks_model`: ranks compare the code, constants and weights of their models.
         """
         _check_model(plan, model)
         self.groups = groups
-        compares_models = compares_models and not groups.is_local
-        self._description = describe_model(model, Granularity.of(plan.graph).opened) if compares_models else ()
+        checks_model = checks_model and not groups.is_local
+        self._description = describe_model(model, Granularity.of(plan.graph).opened) if checks_model else ()
         # parallelize_fn changes the modules of this rank's stages only, which other ranks record unchanged.
-        self._describes_recordings = compares_models and parallelize is None
+        self._describes_recordings = checks_model and parallelize is None
         self._recording_descriptions: LruCache[Recording, tuple[str, ...]] = LruCache()
         self.captured = Captured.planned(model, plan.graph, granularity)
         self.stages = self._make_stages(plan)
         self.has_weights = not is_meta(model)
         """False until weights are loaded into a model that was on the meta device"""
-        self.differing_weights = differing_weights(plan, model, groups) if compares_models else None
+        self.weights_error = differing_weights(plan, model, groups) if checks_model else None
         """the error for weights that differ between ranks, until weights are loaded"""
         if not self.has_weights:
             names = {name for stage in self.stages.values() for name, _ in _named_parameters(stage)}
@@ -110,7 +110,7 @@ class ModelPart:
         self.captured.recording_context = self.sharded.gathered
         self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights, plan.graph.tied)
         """how each parameter is distributed over the ranks with the same stages"""
-        self.communicates = communicates(groups, self.layouts)
+        self.replicas_share_parameters = replicas_share_parameters(groups, self.layouts)
         """whether replicas share parameters, so that they must record the model together"""
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
@@ -301,8 +301,8 @@ class ModelPart:
 
     def check_weights(self) -> None:
         """Raise an error if the weights have not been loaded yet, or differ between ranks."""
-        if self.differing_weights is not None:
-            raise self.differing_weights
+        if self.weights_error is not None:
+            raise self.weights_error
         if not self.has_weights:
             raise RunError(
                 "the model was on the meta device and its weights are not loaded yet",
@@ -335,7 +335,7 @@ class ModelPart:
         for stage in self.stages.values():
             tensors = stage.state_dict()
             stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
-        self.has_weights, self.differing_weights = True, None
+        self.has_weights, self.weights_error = True, None
 
     def _with_rows(self, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
         """A state dict of the unsplit model with the rows of this model in place of whole parameters."""

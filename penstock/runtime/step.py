@@ -41,13 +41,13 @@ class Step(LossStep):
     """samples of the batch, averaged over the replicas"""
     scale: float = 1.0
     """factor of loss and gradients that the caller of the step gave"""
-    loss_scale: float = 1.0
+    gradient_scale: float = 1.0
     """factor of all gradients: `scale`, times the scale of the GradScaler if there is one"""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage"""
     named_losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """by microbatch and name, if there are several losses, on the rank of the last stage"""
-    named_steps: dict[str, LossStep] = field(default_factory=dict)
+    weights_by_loss: dict[str, LossStep] = field(default_factory=dict)
     """the weights of each of several losses"""
     added: dict[int, list[Tensor]] = field(default_factory=dict)
     """by microbatch, the losses that `add_loss` added in stages of this process"""
