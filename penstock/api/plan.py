@@ -147,7 +147,8 @@ def plan(
         depth: as in `capture`: how deep modules are opened
         basic_blocks: as in `capture`: modules that stay whole
         vocabulary_shards: split the output layer and its cross entropy into this many shards along the vocabulary,
-            which may be placed on any ranks; "auto": one per rank if that is predicted to be faster; None: do not
+            which may be placed on any ranks; "auto": one per rank if that is possible and predicted to be faster;
+            None: do not
         target: with a `loss_fn`, the target of the example batch: the loss then counts in the step;
             `vocabulary_shards` needs it
 
@@ -252,6 +253,25 @@ def _plan_sharded(examples: "Examples", options: PlanOptions, shards: int | str,
         if count == 1 and without is not None:
             return _explained(without, asked, "The output layer is whole: there is one rank only.")
         options, start = half, time.monotonic()
+    try:
+        head, found = _plan_with_shards(examples, options, count, start)
+    except (CaptureError, FitError) as error:
+        if without is None:
+            raise
+        return _explained(without, asked, f"The output layer is whole: {error.problem}.")
+    seconds = found.predicted.makespan
+    if without is None:
+        return _explained(found, asked, f"The output layer {head} is split into {count} shards.")
+    other = without.predicted.makespan
+    if other <= seconds:
+        ratio = f"with {count} shards the step would be {seconds / other:.3f}x as long"
+        return _explained(without, asked, f"The output layer {head} is whole: {ratio}.")
+    ratio = f"without, the step would be {other / seconds:.3f}x as long"
+    return _explained(found, asked, f"The output layer {head} is split into {count} shards: {ratio}.")
+
+
+def _plan_with_shards(examples: "Examples", options: PlanOptions, count: int, start: float) -> tuple[str, Plan]:
+    """The output layer of the model, and the plan with it split into `count` shards."""
     num_microbatches = _microbatch_counts(options, examples)[0]
     head = examples.output_layer(num_microbatches)
     while next(examples.model.get_submodule(head).children(), None) is not None:
@@ -267,15 +287,7 @@ def _plan_sharded(examples: "Examples", options: PlanOptions, shards: int | str,
             module=head,
             hint="labels in the example batch, so that the model returns its loss, or loss_fn= and target=",
         )
-    seconds = found.predicted.makespan
-    if without is None:
-        return _explained(found, asked, f"The output layer {head} is split into {count} shards.")
-    other = without.predicted.makespan
-    if other <= seconds:
-        ratio = f"with {count} shards the step would be {seconds / other:.3f}x as long"
-        return _explained(without, asked, f"The output layer {head} is whole: {ratio}.")
-    ratio = f"without, the step would be {other / seconds:.3f}x as long"
-    return _explained(found, asked, f"The output layer {head} is split into {count} shards: {ratio}.")
+    return head, found
 
 
 def _explained(found: Plan, asked: tuple[str, str], reason: str) -> Plan:

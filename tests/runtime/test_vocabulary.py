@@ -197,6 +197,11 @@ def test_auto_splits_only_where_that_is_faster() -> None:
         penstock.plan(model, batch(), vocabulary_shards=1, **QUICK)
 
 
+def test_auto_leaves_an_output_layer_whole_that_cannot_be_split() -> None:
+    plan = penstock.plan(seeded(Words(False)), batch()[:1], vocabulary_shards="auto", **QUICK)
+    assert "is whole: a split output layer has no whole logits" in plan.search.reasons[-1]
+
+
 def test_a_loss_fn_counts_in_the_plan_with_the_whole_output_layer_too() -> None:
     words, labels = batch()
 
