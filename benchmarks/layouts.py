@@ -30,7 +30,7 @@ from benchmarks.table import Line, Table
 from penstock.api.plan import Examples
 from penstock.demo.gpt import Head, Sizes, gpt, loss
 from penstock.ir import DeviceLayout, DeviceSpeed, TrainingState, find_device, find_link
-from penstock.planner import DevicePool, Measured, PlanOptions, compare_layouts, predict_layout
+from penstock.planner import DevicePool, Measured, PlanOptions, TensorParallel, compare_layouts, predict_layout
 
 _SIZES, _DEGREES = (1, 2, 4), (1, 2, 4, 8)
 _NEAR = 0.03
@@ -49,20 +49,22 @@ class System(NamedTuple):
     """What the software of a source does, published layout and others alike."""
 
     options: PlanOptions = _OPTIONS
-    sequence_parallel: bool = False
+    tensor_parallel: TensorParallel = TensorParallel(_DEGREES)
     has_eight_bits: bool = False
     """whether matrix products are in 8 bits, at twice the rate of 16"""
 
 
+_SHARDED = replace(_OPTIONS, shard_optimizer=True)
+_OVERLAPPED = TensorParallel(_DEGREES, sequence_parallel=True, overlap_collectives=True)
 SYSTEMS = {
-    # Selective recomputation, as a fused attention does it.
-    _KORTHIKANTI: System(sequence_parallel=True),
+    # Selective recomputation, as a fused attention does it, and sequence parallelism.
+    _KORTHIKANTI: System(_OPTIONS, TensorParallel(_DEGREES, sequence_parallel=True)),
     # Section 5: activations of all layers are recomputed.
     _NARAYANAN: System(replace(_OPTIONS, recompute="full")),
-    # Section 3: data parallelism as ZeRO stage 2, tensor parallelism with sequence parallelism.
-    _MEGASCALE: System(replace(_OPTIONS, shard_optimizer=True), sequence_parallel=True),
-    # The recipes use the distributed optimizer and, with tensor parallelism, sequence parallelism.
-    _BRIDGE: System(replace(_OPTIONS, shard_optimizer=True), sequence_parallel=True, has_eight_bits=True),
+    # Section 3: ZeRO stage 2; gathers and scatters of sequence parallelism are fused with matrix products.
+    _MEGASCALE: System(_SHARDED, _OVERLAPPED),
+    # The recipes have the distributed optimizer, sequence parallelism and tp_comm_overlap.
+    _BRIDGE: System(_SHARDED, _OVERLAPPED, has_eight_bits=True),
 }
 
 
@@ -243,11 +245,10 @@ def compare(training: Published) -> Row:
     _, preset = find_device(training.device)
     memory, links = training.memory or preset.memory, (find_link(preset.within), find_link(preset.across))
     pool = DevicePool(training.devices, memory, *links, training.per_node, preset.peak_flops("bfloat16"))
-    options, sequence_parallel, has_eight_bits = SYSTEMS.get(training.source, System())
-    measured = _measured(training.shape, training.device, has_eight_bits)
-    layout = predict_layout(measured, options, pool, training.layout, sequence_parallel=sequence_parallel)
-    others = compare_layouts(measured, options, pool, training.samples, _DEGREES, sequence_parallel=sequence_parallel)
-    best = others[0]
+    system = SYSTEMS.get(training.source, System())
+    measured = _measured(training.shape, training.device, system.has_eight_bits)
+    layout = predict_layout(measured, system.options, pool, training.layout, system.tensor_parallel)
+    best = compare_layouts(measured, system.options, pool, training.samples, system.tensor_parallel)[0]
     if not layout.lost and layout.makespan is not None and layout.makespan < (best.makespan or 0.0):
         best = layout
     return Row(training, layout, best)

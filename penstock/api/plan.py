@@ -56,6 +56,7 @@ from penstock.planner import (
     DevicePool,
     Measured,
     PlanOptions,
+    TensorParallel,
     interpolate_profile,
     search,
     search_devices,
@@ -95,6 +96,7 @@ def plan(
     devices: int | None = None,
     tensor_parallel: int | str = 1,
     sequence_parallel: bool = False,
+    overlap_collectives: bool = False,
     optimizer: str | None = None,
     precision: str | None = None,
     shard_optimizer: bool = False,
@@ -138,6 +140,8 @@ def plan(
         tensor_parallel: with `devices`, over how many of them `parallelize_fn` splits each layer; "auto": 1, 2, 4 or 8
         sequence_parallel: with `tensor_parallel`, values between blocks are split over its ranks too, as Megatron does;
             stages of a Pipeline exchange whole values
+        overlap_collectives: with `tensor_parallel`, its collectives run beside the matrix products of their block, as
+            with Megatron's tp_comm_overlap
         optimizer: "adamw", "adam8bit", "sgd", "muon" or "none": its state counts in memory; None: no state
         precision: "bf16" or "fp16": two-byte parameters have master weights and optimizer state in float32; None,
             "fp32" or "pure-bf16": state has the dtype of the parameters
@@ -168,8 +172,9 @@ def plan(
     if devices is None and tensor_parallel != 1:
         hint = "devices=64, the number of all devices"
         raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)
-    if sequence_parallel and tensor_parallel == 1:
-        raise PlanError("sequence_parallel must be given with tensor_parallel", hint="tensor_parallel=8")
+    if (sequence_parallel or overlap_collectives) and tensor_parallel == 1:
+        name = "sequence_parallel" if sequence_parallel else "overlap_collectives"
+        raise PlanError(f"{name} must be given with tensor_parallel", hint="tensor_parallel=8")
     # Clusters of the divisions are made later.
     cluster = _ranks_of(mesh, ranks if devices is None else 1)
     is_measured = device is None and speed is None and profile is None
@@ -209,7 +214,8 @@ def plan(
     if vocabulary_shards is None:
         if devices is not None:
             preset = find_device(device)[1] if isinstance(device, str) else None
-            return _plan_devices(examples, options, devices, tensor_parallel, sequence_parallel, preset)
+            how = TensorParallel((), sequence_parallel, overlap_collectives)
+            return _plan_devices(examples, options, devices, tensor_parallel, how, preset)
         found = _plan_examples(examples, options, profile, start)
     else:
         if devices is not None or profile is not None:
@@ -333,7 +339,7 @@ def _plan_devices(
     options: PlanOptions,
     devices: int,
     tensor_parallel: int | str,
-    sequence_parallel: bool,
+    how: TensorParallel,
     preset: Device | None,
 ) -> Plan:
     """Searches replicas x pipeline ranks x tensor parallelism, with microbatches of 1, 2 and 4 samples."""
@@ -363,7 +369,7 @@ def _plan_devices(
     budget = max(budget, _MIN_DEVICES_SHARE * options.budget_seconds)
     options = replace(options, budget_seconds=budget)
     with progress("planning") as update:
-        found = search_devices(measured, options, pool, samples, degrees, update, sequence_parallel=sequence_parallel)
+        found = search_devices(measured, options, pool, samples, replace(how, degrees=degrees), update)
     found = replace(found, split=tuple(examples.rules.items()))
     _LOG.info("plan: %s", found)
     return found

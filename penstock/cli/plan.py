@@ -110,6 +110,10 @@ class Machine:
             help="With --tensor-parallel: values between blocks are split too, as in Megatron.",
         ),
     ] = False
+    overlap_collectives: Annotated[
+        bool,
+        Option("--overlap-collectives", help="With --tensor-parallel: collectives run beside matrix products."),
+    ] = False
     global_batch: Annotated[
         int | None, Option(min=1, metavar="N", help="Samples of all replicas, for --devices and an hf: model.")
     ] = None
@@ -194,8 +198,9 @@ class Machine:
         from penstock.ir import Replicas
 
         cluster, speed = self.cluster(options.ranks), self.speed
-        if self.sequence_parallel and self.tensor_parallel == "1":
-            raise PlanError("--sequence-parallel must be given with --tensor-parallel", hint="--tensor-parallel 8")
+        if (self.sequence_parallel or self.overlap_collectives) and self.tensor_parallel == "1":
+            name = "--sequence-parallel" if self.sequence_parallel else "--overlap-collectives"
+            raise PlanError(f"{name} must be given with --tensor-parallel", hint="--tensor-parallel 8")
         if self.devices is None:
             if self.tensor_parallel != "1":
                 hint = "--devices 64, the number of all devices"
@@ -216,6 +221,7 @@ class Machine:
             "speed": speed if self.device is None else None,  # a preset has a speed of its own
             "tensor_parallel": _number_or_auto("tensor-parallel", self.tensor_parallel),
             "sequence_parallel": self.sequence_parallel,
+            "overlap_collectives": self.overlap_collectives,
         }
 
 

@@ -29,7 +29,7 @@ from penstock.ir import (
 from penstock.planner.candidates import LIGHT, Found, Measured, excess_bytes, layouts, table_plans
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import OnProgress, search
-from penstock.planner.tensor_parallel_costs import split_tensors
+from penstock.planner.tensor_parallel_costs import TensorParallel, split_tensors
 from penstock.schedules import build_on, find
 
 _FIRST_SCHEDULE, _FIRST_INTERLEAVED = "1f1b", "interleaved"
@@ -96,18 +96,16 @@ def search_devices(
     options: PlanOptions,
     pool: DevicePool,
     samples: int,
-    degrees: Sequence[int] = (1,),
+    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
     on_progress: OnProgress | None = None,
-    *,
-    sequence_parallel: bool = False,
 ) -> Plan:
     """Returns the plan of the best division; its `search.layouts` has all of them, with the reason why each lost.
 
-    `measured` is by the samples of a microbatch, `samples` those of the whole batch, `degrees` those of tensor
-    parallelism; `sequence_parallel` as in `split_tensors`. The ranks, memory and microbatches of the options are not
-    used. Raises FitError if no division fits, and PlanError if none suits the batch.
+    `measured` is by the samples of a microbatch, `samples` are those of the whole batch. The ranks, memory and
+    microbatches of the options are not used. Raises FitError if no division fits, and PlanError if none suits the
+    batch.
     """
-    return _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel, on_progress).best()
+    return _DeviceSearch(measured, options, pool, samples, tensor_parallel, on_progress).best()
 
 
 def compare_layouts(
@@ -115,12 +113,10 @@ def compare_layouts(
     options: PlanOptions,
     pool: DevicePool,
     samples: int,
-    degrees: Sequence[int] = (1,),
-    *,
-    sequence_parallel: bool = False,
+    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
 ) -> tuple[DeviceLayout, ...]:
     """Returns the layouts that `search_devices` compares, simulated, the best first; none is planned further."""
-    fitting, lost = _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel).compared()
+    fitting, lost = _DeviceSearch(measured, options, pool, samples, tensor_parallel).compared()
     return (*fitting, *lost)
 
 
@@ -129,13 +125,11 @@ def predict_layout(
     options: PlanOptions,
     pool: DevicePool,
     layout: DeviceLayout,
-    *,
-    sequence_parallel: bool = False,
+    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
 ) -> DeviceLayout:
     """Returns one layout with its predicted step; `lost` says why it has none, or does not fit."""
     samples = layout.samples * layout.microbatches * layout.replicas
-    degrees = (layout.tensor_parallel,)
-    return _DeviceSearch(measured, options, pool, samples, degrees, sequence_parallel).simulated(layout)
+    return _DeviceSearch(measured, options, pool, samples, tensor_parallel).simulated(layout)
 
 
 class _DeviceSearch:
@@ -147,16 +141,14 @@ class _DeviceSearch:
         options: PlanOptions,
         pool: DevicePool,
         samples: int,
-        degrees: Sequence[int],
-        sequence_parallel: bool,
+        tensor_parallel: TensorParallel,
         on_progress: OnProgress | None = None,
     ) -> None:
         if not isinstance(options.schedule, str):
             hint = 'a name such as "1f1b", or "auto"'
             raise PlanError("schedule must be a name if devices are searched", got="orders of passes", hint=hint)
         self._measured, self._options, self._pool, self._samples = measured, options, pool, samples
-        self._degrees, self._sequence_parallel = degrees, sequence_parallel
-        self._on_progress = on_progress
+        self._tensor_parallel, self._on_progress = tensor_parallel, on_progress
         self._models: dict[tuple[int, int], _RankModel] = {}
         self._start = time.monotonic()
 
@@ -221,7 +213,7 @@ class _DeviceSearch:
 
     def _divisions(self) -> Iterator[DeviceLayout]:
         """Every layout; with a reason in `lost` if it is excluded without a simulation."""
-        for degree in self._degrees:
+        for degree in self._tensor_parallel.degrees:
             if self._pool.devices % degree:
                 continue
             left = self._pool.devices // degree
@@ -260,7 +252,7 @@ class _DeviceSearch:
         if key not in self._models:
             link = self._pool.link(layout.tensor_parallel)
             measured = self._measured[layout.samples]
-            split = split_tensors(measured, layout.tensor_parallel, link, self._sequence_parallel)
+            split = split_tensors(measured, layout.tensor_parallel, link, self._tensor_parallel)
             self._models[key] = _RankModel(split, self._options)
         return self._models[key]
 

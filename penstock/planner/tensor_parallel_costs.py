@@ -5,7 +5,7 @@ the degree, and its collectives are added to forward and backward. Values betwee
 (`runtime/distributed_parameters.py`). With sequence parallelism, as in Megatron, they are split too.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.ir import Graph, LinkSpeed, Node, NodeCost, TensorSpec, Value, ring_seconds
 from penstock.planner.candidates import Measured
@@ -14,17 +14,33 @@ _MOST_COLLECTIVES = 2.0
 """all-reduces of a block in each direction: one for attention, one for the layers after it"""
 
 
-def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None, sequence_parallel: bool = False) -> Measured:
+@dataclass(frozen=True)
+class TensorParallel:
+    """How layers are split over ranks."""
+
+    degrees: tuple[int, ...] = (1,)
+    """the numbers of ranks to choose from"""
+    sequence_parallel: bool = False
+    """a rank has a part of every value between nodes: it keeps and sends that part only"""
+    overlap_collectives: bool = False
+    """collectives run beside the matrix products of their node: it takes the longer of both instead of their sum"""
+
+
+def split_tensors(
+    measured: Measured,
+    degree: int,
+    link: LinkSpeed | None,
+    how: TensorParallel = TensorParallel(),
+) -> Measured:
     """Returns graph and profile of one tensor-parallel rank; names of nodes and values stay.
 
     Each matrix of a node adds half an all-reduce of its outputs in each direction (a gather or a scatter), up to two.
     Without a link collectives take no time.
 
-    With `sequence_parallel` a rank has a part of every value between nodes: it keeps and sends that part only, and
-    nodes without matrices, such as norms, are divided too. A gather of inputs and a scatter of outputs move the bytes
-    of the all-reduce; a backward gathers the inputs once more for the weight gradient. An output layer keeps its part
-    of the logits and gathers its inputs. See Korthikanti et al., Reducing Activation Recomputation in Large Transformer
-    Models, MLSys 2023, section 4.2.
+    With sequence parallelism nodes without matrices, such as norms, are divided too. A gather of inputs and a scatter
+    of outputs move the bytes of the all-reduce; a backward gathers the inputs once more for the weight gradient. An
+    output layer keeps its part of the logits and gathers its inputs. See Korthikanti et al., Reducing Activation
+    Recomputation in Large Transformer Models, MLSys 2023, section 4.2.
     """
     if degree == 1:
         return measured
@@ -32,7 +48,7 @@ def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None, seque
     matrices = {value.name for value in graph.parameters if _is_matrix(value.spec)}
     parameters = tuple(Value(each.name, _split(each.spec, degree)) for each in graph.parameters)
     split, held = replace(graph, parameters=parameters), profile.held
-    if sequence_parallel:
+    if how.sequence_parallel:
         split = replace(split, nodes=tuple(_with_split_values(node, degree) for node in graph.nodes))
         is_split = {value.name for node in graph.nodes if not node.from_inputs for value in node.makes}
         held = tuple((name, size // degree if name in is_split else size) for name, size in held)
@@ -40,13 +56,14 @@ def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None, seque
     for node in graph.nodes:
         cost = profile[node.name]
         count = len({graph.tensor_of(name) for name in node.parameters} & matrices)
-        if not count and (node.from_inputs or not sequence_parallel):
+        if not count and (node.from_inputs or not how.sequence_parallel):
             costs.append(cost)
             continue
-        moved = _gathered_bytes(graph, node) if sequence_parallel else sum(value.spec.bytes for value in node.makes)
+        moved = _gathered_bytes(graph, node) if how.sequence_parallel else sum(each.spec.bytes for each in node.makes)
         reduction = 0.0 if link is None else ring_seconds(degree, moved, link.latency, link.bandwidth)
-        collectives = min(count / 2, _MOST_COLLECTIVES) * reduction
-        costs.append(_split_cost(cost, degree, collectives, (1.5 if sequence_parallel else 1.0) * collectives))
+        forward = min(count / 2, _MOST_COLLECTIVES) * reduction
+        backward = (1.5 if how.sequence_parallel else 1.0) * forward
+        costs.append(_split_cost(cost, degree, forward, backward, how.overlap_collectives))
     seconds = profile.step_seconds * sum(c.forward + c.backward for c in costs) / (profile.seconds or 1.0)
     changed = replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint, held=held)
     return Measured(split, changed)
@@ -81,18 +98,22 @@ def _gathered_bytes(graph: Graph, node: Node) -> int:
     return min(made, read) if read else made
 
 
-def _split_cost(cost: NodeCost, degree: int, forward: float, backward: float) -> NodeCost:
+def _split_cost(cost: NodeCost, degree: int, forward: float, backward: float, overlaps: bool) -> NodeCost:
     """The cost of one rank; `forward` and `backward` are the seconds of its collectives."""
+
+    def with_collectives(seconds: float, collectives: float) -> float:
+        return max(seconds / degree, collectives) if overlaps else seconds / degree + collectives
+
     memory, saved = cost.memory, cost.saved
     if not cost.backward:
         backward = 0.0
     return replace(
         cost,
-        forward=cost.forward / degree + forward,
-        backward=cost.backward / degree + backward,
-        input_grad=cost.input_grad / degree + (backward if cost.input_grad else 0.0),
+        forward=with_collectives(cost.forward, forward),
+        backward=with_collectives(cost.backward, backward),
+        input_grad=with_collectives(cost.input_grad, backward if cost.input_grad else 0.0),
         # The first layer has no input gradient: its collectives are in the weight gradient.
-        weight_grad=cost.weight_grad / degree + (0.0 if cost.input_grad else backward),
+        weight_grad=with_collectives(cost.weight_grad, 0.0 if cost.input_grad else backward),
         memory=replace(
             memory,
             kept=memory.kept // degree,

@@ -6,7 +6,15 @@ import pytest
 
 from penstock.errors import FitError, PlanError
 from penstock.ir import DeviceLayout, LinkSpeed, Replicas, TrainingState, from_json, to_json
-from penstock.planner import DevicePool, Measured, PlanOptions, predict_layout, search_devices, split_tensors
+from penstock.planner import (
+    DevicePool,
+    Measured,
+    PlanOptions,
+    TensorParallel,
+    predict_layout,
+    search_devices,
+    split_tensors,
+)
 from tests.planner.chains import measured
 
 LAYERS = measured([4e-3] * 8)
@@ -15,7 +23,7 @@ FAST, SLOW = LinkSpeed(1e12, 0.0), LinkSpeed(1e5, 0.0)
 
 
 def searched(pool=DevicePool(8), options=QUICK, samples=16, degrees=(1,)):  # noqa: B008
-    return search_devices({1: LAYERS}, options, pool, samples, degrees)
+    return search_devices({1: LAYERS}, options, pool, samples, TensorParallel(degrees))
 
 
 def test_without_costs_of_replicas_none_are_in_a_pipeline():
@@ -90,13 +98,22 @@ def test_a_plan_with_tensor_parallelism_is_of_the_whole_model():
 
 def test_sequence_parallelism_splits_values_between_nodes_and_gathers_inputs_again():
     link = LinkSpeed(1e6, 0.0)
-    graph, profile = split_tensors(LAYERS, 4, link, sequence_parallel=True)
+    graph, profile = split_tensors(LAYERS, 4, link, TensorParallel(sequence_parallel=True))
     _, whole = split_tensors(LAYERS, 4, link)
     name = LAYERS.graph.nodes[0].name
     assert graph.spec(name).bytes * 4 == LAYERS.graph.spec(name).bytes
     cost, before = profile.costs[0], whole.costs[0]
     assert cost.forward == before.forward
     assert cost.backward - before.backward == pytest.approx(0.5 * (before.forward - 1e-3))
+
+
+def test_overlapped_collectives_are_hidden_by_the_work_of_their_node():
+    overlapped = TensorParallel(overlap_collectives=True)
+    _, hidden = split_tensors(LAYERS, 4, LinkSpeed(1e6, 0.0), overlapped)
+    assert (hidden.costs[0].forward, hidden.costs[0].backward) == pytest.approx((1e-3, 2e-3))
+    _, slow = split_tensors(LAYERS, 4, LinkSpeed(1e4, 0.0), overlapped)
+    # Half an all-reduce of 128 bytes over 4 ranks takes longer than the forward.
+    assert slow.costs[0].forward == pytest.approx(0.5 * 2 * 3 / 4 * 128 / 1e4)
 
 
 def test_replicas_that_shard_the_optimizer_fit_where_others_do_not():
