@@ -335,10 +335,14 @@ class Plan(SavedRecord):
         """The plan, the reasons for it, and the other candidates, as text and tables."""
         parts = [str(self), "\n".join(self.search.reasons), str(self.search)]
         if found := self.search.layouts:
-            rows = [layout.row for layout in found[:_SHOWN_LAYOUTS]]
+            # The best of every division: others differ in microbatches and stages only.
+            best: dict[tuple[int, int, int], DeviceLayout] = {}
+            for layout in found:
+                best.setdefault((layout.replicas, layout.ranks, layout.tensor_parallel), layout)
+            rows = [layout.row for layout in list(best.values())[:_SHOWN_LAYOUTS]]
             hidden = len(found) - len(rows)
-            more = [f"and {hidden} more; the JSON of the plan has all of them"] if hidden else []
-            parts.insert(1, "\n".join([*align_columns([_LAYOUT_COLUMNS, *rows]), *more]))
+            more = [f"and {hidden} more, also with other microbatches and stages; the JSON of the plan has them"]
+            parts.insert(1, "\n".join([*align_columns([_LAYOUT_COLUMNS, *rows]), *(more if hidden else [])]))
         return printable("\n\n".join(part for part in parts if part))
 
     def _headline(self) -> Iterable[str]:

@@ -146,6 +146,15 @@ def test_the_utilization_counts_the_flops_of_the_model_on_all_devices():
     assert "MFU" in plan.describe()
 
 
+def test_a_plan_shows_the_best_layout_of_every_division():
+    plan = searched()
+    halves = [each for each in plan.search.layouts if each.replicas == 4]
+    assert len(halves) > 1
+    shown = plan.describe()
+    assert shown.count("4 x 2 x 1") == 1
+    assert halves[0].lost in shown
+
+
 def test_the_layouts_are_saved_with_the_plan():
     plan = searched()
     assert from_json(to_json(plan)).search.layouts == plan.search.layouts
