@@ -55,16 +55,17 @@ class System(NamedTuple):
 
 
 _SHARDED = replace(_OPTIONS, shard_optimizer=True)
-_OVERLAPPED = TensorParallel(_DEGREES, sequence_parallel=True, overlap_collectives=True)
+_SEQUENCE_PARALLEL = TensorParallel(_DEGREES, sequence_parallel=True)
 SYSTEMS = {
     # Selective recomputation, as a fused attention does it, and sequence parallelism.
-    _KORTHIKANTI: System(_OPTIONS, TensorParallel(_DEGREES, sequence_parallel=True)),
+    _KORTHIKANTI: System(_OPTIONS, _SEQUENCE_PARALLEL),
     # Section 5: activations of all layers are recomputed.
     _NARAYANAN: System(replace(_OPTIONS, recompute="full")),
-    # Section 3: ZeRO stage 2; gathers and scatters of sequence parallelism are fused with matrix products.
-    _MEGASCALE: System(_SHARDED, _OVERLAPPED),
-    # The recipes have the distributed optimizer, sequence parallelism and tp_comm_overlap.
-    _BRIDGE: System(_SHARDED, _OVERLAPPED, has_eight_bits=True),
+    # Section 3: ZeRO stage 2 and sequence parallelism. It overlaps collectives with matrix products, as does
+    # Megatron-Bridge; which share of them is hidden is not known, and none is taken to be.
+    _MEGASCALE: System(_SHARDED, _SEQUENCE_PARALLEL),
+    # The recipes have the distributed optimizer and sequence parallelism.
+    _BRIDGE: System(_SHARDED, _SEQUENCE_PARALLEL, has_eight_bits=True),
 }
 
 

@@ -332,7 +332,7 @@ def _cut(
         slowness = cluster.slowness_of(placement) if cluster.slowness else None
         stages = Cluster(placement.num_stages, slowness=slowness)
         even_stages = Problem(measured.graph, measured.profile, stages, Placement.loop(placement.num_stages))
-        problems.append(even_stages)
+        problems.insert(0, even_stages)
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:

@@ -308,6 +308,9 @@ class _DeviceSearch:
             for cut in layouts({counts[0]: model}, asked):
                 for found in table_plans(replace(cut, is_certified=False), asked):
                     best = found if best is None else min(best, found, key=_fit_and_seconds)
+                # The first cut is for time, with even stages; others help only if it lacks memory, and take long.
+                if best is not None and excess_bytes(best.plan) <= 0 and not any(best.plan.choices.recompute):
+                    break
             if best is None:
                 return replace(layout, lost="the schedule does not support that many stages")
             plans = [best.plan, *(_with_microbatches(best, number) for number in counts[1:])]
