@@ -9,7 +9,7 @@ The files, in the order in which to read them:
     recording.py      Recording, and make_recording: runs the forward, retries, compares two forwards
     recorder.py       Recorder: turns every call between blocks into a step of the record
     replay.py         Replay: runs some steps of a record again
-    granularity.py    which modules are blocks, also called leaves
+    granularity.py    which modules are blocks: they stay whole
     hooks.py          intercepts modules, autograd functions and scripted functions; disables the user's hooks
     functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
     draws.py          random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators

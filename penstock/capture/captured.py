@@ -208,7 +208,7 @@ class Captured:
             if recording is None:
                 num_recorded -= 1
                 recording = self._record(batch, fingerprint)
-                # Recording may open leaves and find volatile settings, which changes the fingerprint.
+                # Recording may open blocks and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
             self._last_used.find(recording)
             if recording.written_inputs:
@@ -335,16 +335,16 @@ class Captured:
         """Some calls of a recording, prepared to run on modules with the same names; see `Replay`."""
         return Replay(recording, nodes, modules, wanted, self.model, wrap)
 
-    def leaf_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
+    def block_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
         """The modules that some nodes, of the example or of another recording, are calls of."""
         graph = recording.graph if recording else self.graph
         return [graph[name].module for name in nodes if graph[name].is_leaf]
 
     def unused_leaves(self) -> list[str]:
-        """The modules that would be leaves but that the example never called."""
+        """The modules that would be blocks but that the example never called."""
         called = {node.module for node in self.graph.nodes if node.is_leaf}
         granularity = Granularity.of(self._planned_graph) if self._planned_graph else self._granularity
-        return [name for name in granularity.leaves(self.model) if name not in called]
+        return [name for name in granularity.blocks(self.model) if name not in called]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of the model's output, in their order; "" for a parameter or buffer."""

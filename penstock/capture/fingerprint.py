@@ -1,7 +1,7 @@
 """Signatures of batches and fingerprints of models: all that a recording depends on besides the values of tensors.
 
 A recording holds for another batch if the two batches have the same signature and the model has the same fingerprint.
-The fingerprint covers the state the Python code between the leaves may branch on: training modes, attributes of
+The fingerprint covers the state the Python code between the blocks may branch on: training modes, attributes of
 modules, class attributes, and global variables that the code refers to. It is computed once per step, so it must be
 cheap; it is compared within one process only.
 """
@@ -66,19 +66,19 @@ class Fingerprinter:
         self._modules: dict[str, nn.Module] = {}
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         """every module with its submodules"""
-        self._leaves: dict[str, nn.Module] = {}
+        self._blocks: dict[str, nn.Module] = {}
         self._opened: list[nn.Module] = []
 
     def find_modules(self, granularity: Granularity) -> None:
-        """Find the leaves and the opened modules; call this after every recording, which may have opened leaves.
+        """Find the blocks and the opened modules; call this after every recording, which may have opened blocks.
 
         Until the next recording they change only with the modules of the model: everything else that determines the
-        leaves is part of the fingerprint.
+        blocks is part of the fingerprint.
         """
         self._modules = dict(self._model.named_modules())
         self._children = [(module, list(module._modules.items())) for module in self._modules.values()]
-        self._leaves = granularity.find_leaves(self._model)
-        self._opened = _opened_modules(self._modules.values(), self._leaves)
+        self._blocks = granularity.find_blocks(self._model)
+        self._opened = _opened_modules(self._modules.values(), self._blocks)
 
     def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
         """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
@@ -86,7 +86,7 @@ class Fingerprinter:
         is_known = [list(module._modules.items()) == children for module, children in self._children]
         if not is_known or not all(is_known):
             self.find_modules(granularity)
-        modules, settings = self._modules, _settings(self._leaves, self._opened)
+        modules, settings = self._modules, _settings(self._blocks, self._opened)
         state = [
             tensor
             for module in modules.values()
@@ -110,25 +110,25 @@ class Fingerprinter:
 
 
 def model_settings(model: nn.Module, granularity: Granularity) -> dict[str, object]:
-    """The Python state that the code between leaves may depend on, by name."""
-    leaves = granularity.find_leaves(model)
-    return _settings(leaves, _opened_modules(model.modules(), leaves))
+    """The Python state that the code between blocks may depend on, by name."""
+    blocks = granularity.find_blocks(model)
+    return _settings(blocks, _opened_modules(model.modules(), blocks))
 
 
-def _opened_modules(modules: Iterable[nn.Module], leaves: Mapping[str, nn.Module]) -> list[nn.Module]:
-    inside = {id(part) for leaf in leaves.values() for part in leaf.modules()}
+def _opened_modules(modules: Iterable[nn.Module], blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for block in blocks.values() for part in block.modules()}
     return [module for module in modules if id(module) not in inside]
 
 
-def _settings(leaves: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[str, object]:
+def _settings(blocks: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[str, object]:
     settings: dict[str, object] = {}
     for index, module in enumerate(opened):
         for name, value in vars(module).items():
             if name not in MODULE_ATTRIBUTES:
                 settings[f"{index}/{name}"] = content_of(value)
-    for path, leaf in leaves.items():
-        for name, value in vars(leaf).items():
-            # Code outside a leaf seldom reads more of it than plain values, and many leaves cache objects inside.
+    for path, block in blocks.items():
+        for name, value in vars(block).items():
+            # Code outside a block seldom reads more of it than plain values, and many blocks cache objects inside.
             if type(value) in _PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
                 settings[f"{path}.{name}"] = type(value), value
     return settings | referenced_globals(dict.fromkeys(map(type, opened)))

@@ -1,4 +1,4 @@
-"""Selects the modules that stay whole in a record (leaves); all others are opened, to record the calls inside them."""
+"""Selects the modules that stay whole in a record (blocks); all others are opened, to record the calls inside them."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class Granularity:
     """How far modules are opened: the options `depth` and `basic_blocks` of everything that captures a model.
 
-    By default the elements of the outermost lists of modules are leaves, and so are modules of torch.nn and modules
-    that have parameters but no submodules. With `depth`, every module that many levels down is a leaf. `basic_blocks`,
-    names or classes, are leaves wherever they are; modules named in `opened` never are.
+    By default the elements of the outermost lists of modules are blocks, and so are modules of torch.nn and modules
+    that have parameters but no submodules. With `depth`, every module that many levels down is a block. `basic_blocks`,
+    names or classes, are blocks wherever they are; modules named in `opened` never are.
 
-    A module without a forward, such as a ModuleList, is never called: it cannot be a leaf and does not count as a
+    A module without a forward, such as a ModuleList, is never called: it cannot be a block and does not count as a
     level, but its elements do.
     """
 
@@ -50,11 +50,11 @@ class Granularity:
     @classmethod
     def of(cls, graph: Graph) -> "Granularity":
         """The granularity with which a graph was recorded, as far as the graph shows."""
-        leaves = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_leaf))
+        blocks = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_leaf))
         scopes = {node.module for node in graph.nodes if not node.is_leaf}
-        around = {".".join(name.split(".")[:end]) for name in leaves for end in range(name.count(".") + 1)}
+        around = {".".join(name.split(".")[:end]) for name in blocks for end in range(name.count(".") + 1)}
         within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
-        return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
+        return cls(basic_blocks=blocks, opened=frozenset((around | within) - set(blocks)))
 
     def changed(self, model: nn.Module, options: "Granularity") -> "Granularity":
         """The granularity with the basic blocks of `options` added; `options` itself if it has a depth."""
@@ -63,9 +63,9 @@ class Granularity:
         kept = {name for name, module in model.named_modules() if options._is_basic_block(module, name)}
         return replace(self, basic_blocks=(*self.basic_blocks, *options.basic_blocks), opened=self.opened - kept)
 
-    def leaves(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model by name; raises a CaptureError if a basic block is not in the model or never called."""
-        found = self.find_leaves(model)
+    def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of a model by name; raises a CaptureError if a basic block is not in the model or never called."""
+        found = self.find_blocks(model)
         modules: dict[object, nn.Module] = {}
         for name, module in model.named_modules():
             for key in (name, type(module), type(module).__name__):
@@ -89,21 +89,21 @@ class Granularity:
                 )
         return found
 
-    def find_leaves(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model by name, as `leaves` returns them but without its checks, which take longer."""
+    def find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of a model by name, as `blocks` returns them but without its checks, which take longer."""
         return dict(self._visit(model, "", 0, in_list=False))
 
-    def open_like(self, model: nn.Module, leaf: str) -> "Granularity":
-        """The same granularity with a leaf, and all leaves of its class, opened."""
-        return self._open(model, leaf, "")
+    def open_like(self, model: nn.Module, block: str) -> "Granularity":
+        """The same granularity with a block, and all blocks of its class, opened."""
+        return self._open(model, block, "")
 
-    def open_siblings(self, model: nn.Module, leaf: str) -> "Granularity":
-        """The same granularity with a leaf, and all leaves of its class in the same module, opened."""
-        return self._open(model, leaf, leaf.rpartition(".")[0])
+    def open_siblings(self, model: nn.Module, block: str) -> "Granularity":
+        """The same granularity with a block, and all blocks of its class in the same module, opened."""
+        return self._open(model, block, block.rpartition(".")[0])
 
-    def _open(self, model: nn.Module, leaf: str, around: str) -> "Granularity":
-        found, prefix = self.find_leaves(model), f"{around}." if around else ""
-        names = (name for name, module in found.items() if type(module) is type(found[leaf]))
+    def _open(self, model: nn.Module, block: str, around: str) -> "Granularity":
+        found, prefix = self.find_blocks(model), f"{around}." if around else ""
+        names = (name for name, module in found.items() if type(module) is type(found[block]))
         return replace(self, opened=self.opened | {name for name in names if name.startswith(prefix)})
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -133,7 +133,7 @@ class Granularity:
         if in_list:
             return True
         has_parameters = any(True for _ in module.parameters(recurse=False))
-        # A container inside, as in nn.Transformer: its elements are the leaves.
+        # A container inside, as in nn.Transformer: its elements are the blocks.
         is_plain = not any(isinstance(part, _CONTAINERS) for part in module.modules())
         is_from_torch = type(module).__module__.startswith("torch.nn") and is_plain
         return is_from_torch or (has_parameters and not any(True for _ in module.children()))

@@ -52,15 +52,15 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
     # differ for tied parameters, which keep the name under which this module uses them.
     module_state: dict[str, str] = {}
     if call.is_module:
-        leaf, prefix = model.get_submodule(call.target), f"{call.target}." if call.target else ""
-        for name, parameter in leaf.named_parameters():
+        block, prefix = model.get_submodule(call.target), f"{call.target}." if call.target else ""
+        for name, parameter in block.named_parameters():
             module_state[table.state.get(id(parameter), prefix + name)] = prefix + name
-        module_state |= {name: name for buffer in leaf.buffers() if (name := table.state.get(id(buffer)))}
+        module_state |= {name: name for buffer in block.buffers() if (name := table.state.get(id(buffer)))}
     written = (name for name in note.written_state if name not in module_state)
     used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *module_state.values(), *written)))
     reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
     made = dict.fromkeys((*(new for new, _ in (*call.writes, *call.results.updates)), *call.results.values))
-    # A leaf may return one of its arguments: that is not a new value. State among the results has no name.
+    # A block may return one of its arguments: that is not a new value. State among the results has no name.
     fresh = [name for name in made if name and name not in reads]
     names = set(parameters)
     return Node(

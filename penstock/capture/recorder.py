@@ -1,11 +1,11 @@
-"""Records every call between leaves during one forward.
+"""Records every call between blocks during one forward.
 
 A `TorchFunctionMode` sees every torch function that is given a tensor; calls of modules, autograd functions and
-scripted functions are intercepted (`hooks.py`). Outside of leaves each of these becomes a `Call` of the record, or a
-`Guard` if it reads a Python value from a tensor. Nothing is recorded inside a leaf; the recorder only checks that no
+scripted functions are intercepted (`hooks.py`). Outside of blocks each of these becomes a `Call` of the record, or a
+`Guard` if it reads a Python value from a tensor. Nothing is recorded inside a block; the recorder only checks that no
 tensor enters or leaves it other than through arguments and results.
 
-Every call outside of leaves goes through these methods:
+Every call outside of blocks goes through these methods:
 
     _record                pauses the recorder, and calls:
     _run_and_record        decides what the call becomes in the record: a Call, a Guard or nothing
@@ -79,22 +79,22 @@ from penstock.ir import (
 )
 
 
-class LeakyLeaf(Exception):  # noqa: N818
-    """A tensor may enter or leave a leaf other than through arguments and results: the leaf must be opened."""
+class LeakyBlock(Exception):  # noqa: N818
+    """A tensor may enter or leave a block other than through arguments and results: the block must be opened."""
 
-    def __init__(self, leaf: str, maker: str = "") -> None:
-        super().__init__(leaf)
-        self.leaf = leaf
+    def __init__(self, block: str, maker: str = "") -> None:
+        super().__init__(block)
+        self.block = block
         self.maker = maker
-        """the leaf in which the tensor was made, if it is another one"""
+        """the block in which the tensor was made, if it is another one"""
 
 
-class BypassedLeaf(Exception):  # noqa: N818
-    """A module inside a leaf was called while the leaf was not: the leaf only holds it, and must be opened."""
+class BypassedBlock(Exception):  # noqa: N818
+    """A module inside a block was called while the block was not: the block only holds it, and must be opened."""
 
-    def __init__(self, leaf: str) -> None:
-        super().__init__(leaf)
-        self.leaf = leaf
+    def __init__(self, block: str) -> None:
+        super().__init__(block)
+        self.block = block
 
 
 class NewContainer(Exception):  # noqa: N818
@@ -133,7 +133,7 @@ class CallNote:
     """Properties of a call that are not part of the record."""
 
     scope: str
-    """the module in whose forward it happened; of a leaf, the leaf itself"""
+    """the module in whose forward it happened; of a block, the block itself"""
     kind: str
     """the class of a module or the short name of a function"""
     is_random: bool
@@ -157,7 +157,7 @@ class RunningCall:
     where: str
     """the path of the module; of a function, the module in whose forward it is called, and its short name"""
     number: int
-    """distinguishes the calls of one leaf"""
+    """distinguishes the calls of one block"""
     own: set[int] | None
     """the identities of the state that it may use; None: of any"""
     given: set[int] = field(default_factory=set)
@@ -187,7 +187,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         model: nn.Module,
-        leaf_names: set[str],
+        block_names: set[str],
         seed: DrawSeed,
         exposed_seed: int,
         functions: WholeFunctions,
@@ -209,7 +209,7 @@ class Recorder(TorchFunctionMode):
         self.returned: dict[str, Any] = {}
         """the structures that calls returned, except single tensors, by the name of the call"""
         self.state_before: dict[int, tuple[Tensor, Tensor]] = {}
-        """state that was written in place between leaves, with its content before"""
+        """state that was written in place between blocks, with its content before"""
         self.failure: tuple[BaseException | None, str] = (None, "")
         """an exception and the innermost module that raised it"""
         self.table = TensorTable(model)
@@ -226,7 +226,7 @@ class Recorder(TorchFunctionMode):
         self._python_states = GeneratorStates(python_generators())
         self._rng_was_set = False
         """whether the model set torch's generator between two calls"""
-        self._leaf_names = leaf_names
+        self._block_names = block_names
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._scopes: list[str] = []
@@ -284,14 +284,14 @@ class Recorder(TorchFunctionMode):
         return self._record(func, func, args, kwargs)
 
     def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle the call of a module: a leaf is one recorded call, any other module a scope for the calls inside."""
+        """Handle the call of a module: a block is one recorded call, any other module a scope for the calls inside."""
         path = self._paths.get(id(module))
         try:
             is_inside = self._is_paused or self._running is not None
             # A class may override __call__ and call nn.Module's: the second one is the same call.
             if is_inside or path is None or (self._scopes and self._scopes[-1] == path):
                 return original(module, *args, **kwargs)
-            if path in self._leaf_names:
+            if path in self._block_names:
                 return self._record(lambda *a, **k: original(module, *a, **k), module, args, kwargs)
             return self._open(module, path, original, args, kwargs)
         except Exception as error:
@@ -300,12 +300,12 @@ class Recorder(TorchFunctionMode):
             raise
 
     def _open(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module that is not a leaf: the calls inside are recorded."""
+        """Call a module that is not a block: the calls inside are recorded."""
         words = path.split(".")
         around = (".".join(words[:end]) for end in range(1, len(words)))
-        if bypassed := next((name for name in around if name in self._leaf_names), None):
+        if bypassed := next((name for name in around if name in self._block_names), None):
             # As with an nn.Sequential that the model iterates over.
-            raise BypassedLeaf(bypassed)
+            raise BypassedBlock(bypassed)
         refuse_backward_hooks(module, path)
         num_steps = len(self.steps)
         self._scopes.append(path)
@@ -318,7 +318,7 @@ class Recorder(TorchFunctionMode):
             arguments = leaves((args, kwargs))
             is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
             if is_plain and isinstance(result, Tensor) and any(result is leaf for leaf in arguments):
-                # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
+                # A dropout with p = 0: recorded like a block, so that the module has a node and with it a stage.
                 return self._record(lambda *_, **__: result, module, args, kwargs)
         return result
 
@@ -477,13 +477,13 @@ class Recorder(TorchFunctionMode):
                 # A replay gives the call copies of its containers, and takes their contents from the result.
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
-                    raise LeakyLeaf(where)
+                    raise LeakyBlock(where)
             if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
                 # A replay compares only the class of such an object.
-                raise LeakyLeaf(where)
+                raise LeakyBlock(where)
         if isinstance(target, WholeFunction) and result is None:
             # It may raise or print depending on the values that it reads: open it, to record its calls with guards.
-            raise LeakyLeaf(where)
+            raise LeakyBlock(where)
         if call.written_state and (self._num_checkpoints or self.context.in_checkpoint()):
             raise self._checkpointed_write(where, call.written_state[0])
         if not (is_module or call.written or call.written_state or call.changes_arguments):
@@ -502,9 +502,9 @@ class Recorder(TorchFunctionMode):
         """The arguments of a call as trees."""
         if register_containers((args, kwargs)):
             raise NewContainer
-        if where in self._leaf_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
+        if where in self._block_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
             # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
-            raise LeakyLeaf(where)
+            raise LeakyBlock(where)
         try:
             return self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
         except CaptureError:
@@ -573,7 +573,7 @@ class Recorder(TorchFunctionMode):
         for is_shared in (False, True):
             with self._seeded(hash_name(self._call_name(where)), is_shared, runs_python(target)):
                 effects = CallEffects(self.table, target, tensors)
-                # A leaf must use no state but its own: the stage that runs it may not have any other. A transformed
+                # A block must use no state but its own: the stage that runs it may not have any other. A transformed
                 # function, and a function of the user that is one call, must use none but its arguments.
                 own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
                 call = RunningCall(target, where, self._num_calls, own, is_shared_draw=is_shared)
@@ -692,7 +692,7 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.table.state:
             return State(self.table.state[id(tensor)])
         if inside := self.table.made_inside(tensor):
-            raise LeakyLeaf(inside[0])
+            raise LeakyBlock(inside[0])
         return None
 
     # Inside a call
@@ -705,7 +705,7 @@ class Recorder(TorchFunctionMode):
         for tensor in arguments.values():
             if self._is_foreign(tensor, call):
                 inside = self.table.made_inside(tensor)
-                raise LeakyLeaf(call.where, inside[0] if inside else "")
+                raise LeakyBlock(call.where, inside[0] if inside else "")
         result = func(*args, **kwargs)
         call.draws_on_meta |= draws_on_meta(func, args, kwargs, result)
         call.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS

@@ -1,7 +1,7 @@
 """A recorded forward with everything needed to replay it, and the functions that record it.
 
     make_recording           records the forward twice, and compares the two recordings
-      _record_with_retries   opens leaves, or treats functions as one call, until the forward can be recorded
+      _record_with_retries   opens blocks, or treats functions as one call, until the forward can be recorded
         _record_once         runs the forward under a `Recorder`, and builds the graph
 
 Two forwards under different seeds must give the same record: a difference means that Python state or randomness would
@@ -37,8 +37,8 @@ from penstock.capture.hooks import (
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.objects import copy_leaf, register_containers
 from penstock.capture.recorder import (
-    BypassedLeaf,
-    LeakyLeaf,
+    BypassedBlock,
+    LeakyBlock,
     NewContainer,
     NotReplayable,
     Recorder,
@@ -239,35 +239,35 @@ def _record_with_retries(
 ) -> Recording:
     """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
 
-    Each retry makes a change that is not undone, so this ends: a leaf is opened, a class registered as a container, a
+    Each retry makes a change that is not undone, so this ends: a block is opened, a class registered as a container, a
     function recorded as one call, or such a function opened. `global_seed` seeds the global generators, which no call
     between blocks may draw from unseen.
     """
     skip_hooks = True
     functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
     while True:
-        leaves = granularity.leaves(model)
+        blocks = granularity.blocks(model)
         try:
-            with without_user_hooks(leaves.values() if skip_hooks else ()):
+            with without_user_hooks(blocks.values() if skip_hooks else ()):
                 recording = _record_once(model, args, kwargs, seed, global_seed, granularity, functions)
         except NewContainer:
             # Calls before this one were recorded with the object as a constant.
             continue
-        except BypassedLeaf as bypassed:
-            granularity = granularity.open_siblings(model, bypassed.leaf)
+        except BypassedBlock as bypassed:
+            granularity = granularity.open_siblings(model, bypassed.block)
         except NotReplayable as call:
             (functions.drawing if call.draws else functions.reading).append(call.function)
-        except LeakyLeaf as leak:
-            if leak.leaf in leaves:
-                granularity = granularity.open_like(model, leak.leaf)
+        except LeakyBlock as leak:
+            if leak.block in blocks:
+                granularity = granularity.open_like(model, leak.block)
             elif functions.reading:
                 # A function that is one call leaks.
-                named = (each for each in functions.reading if leak.leaf.endswith(f"/{short_name(each)}"))
+                named = (each for each in functions.reading if leak.block.endswith(f"/{short_name(each)}"))
                 functions.open(next(named, functions.reading[-1]))
             else:
                 raise CaptureError(
                     "a value enters or leaves a function other than through tensors in its arguments and results",
-                    where=leak.leaf,
+                    where=leak.block,
                     **({"made_in": leak.maker} if leak.maker else {}),
                     hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
@@ -275,7 +275,7 @@ def _record_with_retries(
             if functions.reading:
                 # Perhaps because of a function that is one call.
                 functions.open(functions.reading[-1])
-            elif skip_hooks and has_user_hooks(leaves.values()):
+            elif skip_hooks and has_user_hooks(blocks.values()):
                 # The model may depend on its hooks, such as one that collects router logits for the loss.
                 skip_hooks = False
             else:
@@ -325,7 +325,7 @@ def _record_once(
     """Run the forward under a Recorder, and build the recording from what it has recorded."""
     register_containers((args, kwargs))
     seed_generators(global_seed)
-    recorder = Recorder(model, set(granularity.leaves(model)), seed, global_seed, functions)
+    recorder = Recorder(model, set(granularity.blocks(model)), seed, global_seed, functions)
     # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another batch
     # they may differ.
     args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
@@ -402,8 +402,8 @@ def run_with_draws(
         # the call again in backward, where nothing seeds it.
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
-    leaves = set(recording.granularity.leaves(model))
-    recorder = Recorder(model, leaves, seed, seed.step, recording.functions, keep_saved_tensors)
+    blocks = set(recording.granularity.blocks(model))
+    recorder = Recorder(model, blocks, seed, seed.step, recording.functions, keep_saved_tensors)
     return _run_model(model, recorder, args, kwargs)
 
 
@@ -433,7 +433,7 @@ def _run_model(
                 return model(*args, **kwargs)
             finally:
                 recorder.stop()
-    except (BypassedLeaf, LeakyLeaf, NotReplayable, NewContainer, PenstockError):
+    except (BypassedBlock, LeakyBlock, NotReplayable, NewContainer, PenstockError):
         raise
     except Exception as error:
         failed, module = recorder.failure

@@ -56,7 +56,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
             for value in crossing.values if crossing.producer == stage else ():
                 sends[value.name] = (*sends.get(value.name, ()), crossing.consumer)
         steps = _steps(recording, nodes, {*sends, *refs(outputs)}, stage, owners)
-        called = captured.leaf_modules((node.name for node in nodes), recording)
+        called = captured.block_modules((node.name for node in nodes), recording)
         leaves = dict.fromkeys((*called, *unused_leaves.get(stage, ())))
 
         state = [name for step in steps for name in _step_states(step)] + list(states(outputs))

@@ -133,7 +133,7 @@ class PipelineMixin:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None, **own)
         if self.args.torch_compile:
             # Compiled as a whole, the model could not be cut.
-            blocks = self._granularity.find_leaves(self.model)
+            blocks = self._granularity.find_blocks(self.model)
             for block in blocks.values():
                 block.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
 

@@ -64,7 +64,7 @@ class ModelLoss:
         self.mixing: list[str] | None = None
         """the blocks before which samples interact, once the loss was evaluated"""
         self._remote = set(remote_parameters.values())
-        self.block_names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
+        self.block_names = {id(module): name for name, module in recording.granularity.blocks(captured.model).items()}
         """by the id of the module"""
         self.replaced: dict[str, list[Call]] = {}
         """the recorded calls of the blocks that noise replaces"""

@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self._deferred_accumulator = DeferredAccumulator()
         model, shared = captured.model, self._cut[0]
         nodes = shared.runs[index]
-        leaves = captured.leaf_modules(node.name for node in nodes)
+        leaves = captured.block_modules(node.name for node in nodes)
         leaves += shared.unused_leaves.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += shared.unused_state.get(index, [])
