@@ -100,8 +100,9 @@ def same_content(first: Tensor, second: Tensor) -> bool:
         return True
     if torch.equal(first, second):
         return True
-    if first.shape != second.shape or not first.is_floating_point():
+    if first.shape != second.shape or not is_inexact(first):
         return False
+    first, second = as_real(first), as_real(second)
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 

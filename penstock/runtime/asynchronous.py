@@ -21,7 +21,7 @@ from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.compile import Edges, Roots, StepCompiler
-from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix, step_options
+from penstock.runtime.engine import LOSS_DTYPES, Engine, generators_restored, mix_seed, step_options
 from penstock.runtime.executor import (
     ActionTimes,
     Pass,
@@ -401,7 +401,7 @@ class AsyncEngine(Engine):
                 ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
             )
-        seed = self._seed = _mix(self._options.seed, number, groups.replica)
+        seed = self._seed = mix_seed(self._options.seed, number, groups.replica)
         batch = self._target_as_argument(batch)
         microbatches, recordings, inputs = self._split_batch(batch)
         edges = self._edges(recordings)
@@ -475,7 +475,7 @@ class AsyncEngine(Engine):
         monitor, times = self._groups.monitor, self._times
         self._running.append(chunk)
         try:
-            with _generators_restored():
+            with generators_restored():
                 if monitor is None:
                     execute_local(chunk.ranks, times)
                 else:
@@ -507,7 +507,7 @@ class AsyncEngine(Engine):
                 values = torch.stack([step.losses[index] for index in range(count)])
                 weights = [weight * step.scale for weight in step.weights]
                 losses_and_weights = (*values.tolist(), *weights)
-                has_loss, dtype = 1.0, float(_DTYPES.index(values.dtype))
+                has_loss, dtype = 1.0, float(LOSS_DTYPES.index(values.dtype))
                 # A microbatch of weight 0 does not count, even if its loss is NaN.
                 loss = sum(w * value for w, value in zip(weights, losses_and_weights, strict=False) if w)
             added = step.scale * sum(read_scalars([value for each in step.added.values() for value in each]))
@@ -534,7 +534,7 @@ class AsyncEngine(Engine):
             if has_loss <= 0:
                 batch.result.set(Result(None, ()))
                 continue
-            loss_dtype = _DTYPES[int(dtype)]
+            loss_dtype = LOSS_DTYPES[int(dtype)]
             losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
             total = torch.tensor(loss + added, dtype=torch.float64).to(loss_dtype)
             batch.result.set(Result(total, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))

@@ -63,7 +63,7 @@ from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
 _LOG = logging.getLogger(__name__)
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """the dtypes that a loss may have; ranks exchange the index in this tuple"""
 _MASK = (1 << 64) - 1
 
@@ -264,7 +264,7 @@ class Engine:
         scale: float = 1.0,
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
-        seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
+        seed = self._seed = mix_seed(self._options.seed, request.step, self._groups.replica)
         if self._groups.tensor_ranks > 1:
             self._compare_shared_batches(batch, request)
         self._num_to_record = 0
@@ -564,7 +564,7 @@ class Engine:
         monitor = self._groups.monitor
         self._runner.step, self._failed_at = step, 0.0
         try:
-            with _generators_restored():
+            with generators_restored():
                 if monitor is None:
                     execute_local(compiled.ranks, times)
                 else:
@@ -641,7 +641,7 @@ class Engine:
             losses, weights = [step.losses[index] for index in range(count)], _scaled(step.weights, step.scale)
             values = torch.stack(losses).tolist()
             losses_and_weights = (*values, *weights)
-            loss_kind, dtype = (2.0 if step.weights_by_loss else 1.0), float(_DTYPES.index(losses[0].dtype))
+            loss_kind, dtype = (2.0 if step.weights_by_loss else 1.0), float(LOSS_DTYPES.index(losses[0].dtype))
             # A microbatch of weight 0 does not count, even if its loss is NaN.
             loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
         added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
@@ -669,7 +669,7 @@ class Engine:
         first_bad_output = -first_bad_output
         if num_warnings:
             self._warnings.issue(new_warnings, step.is_training)
-        loss_dtype = _DTYPES[int(dtype)] if loss_kind > 0 else torch.float64
+        loss_dtype = LOSS_DTYPES[int(dtype)] if loss_kind > 0 else torch.float64
         if loss_kind > 0 and not groups.is_local:
             sent = result.content(self._last_rank)
             losses_and_weights = sent or self._broadcast_losses(losses_and_weights, count)
@@ -893,7 +893,7 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _generators_restored() -> Iterator[None]:
+def generators_restored() -> Iterator[None]:
     """Restore torch's generators at exit: replay seeds them, and a step must not change the user's random numbers."""
     host = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -905,7 +905,7 @@ def _generators_restored() -> Iterator[None]:
             torch.cuda.set_rng_state_all(devices)
 
 
-def _mix(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """A 63-bit seed in which every bit depends on all numbers and their order (the finisher of splitmix64)."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:

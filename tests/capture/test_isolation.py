@@ -1,5 +1,6 @@
 """Recording leaves the model, its generators, gradients, buffers and Python attributes as they were."""
 
+import math
 import random
 import sys
 from collections import Counter, defaultdict, deque
@@ -14,6 +15,7 @@ from torch import nn
 import penstock
 from penstock.capture import DispatchMode, capture, isolation
 from penstock.capture.isolation import uncompiled, without_accumulation_hooks
+from penstock.capture.tensors import same_content
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from tests.capture.models import Counting, Stack
@@ -242,3 +244,10 @@ def test_a_dispatch_mode_does_not_load_the_compiler(monkeypatch: pytest.MonkeyPa
         torch.ones(2)
     assert seen
     assert "torch._dynamo" not in sys.modules
+
+
+def test_tensors_with_nan_in_the_same_places_are_the_same() -> None:
+    for dtype in (torch.float32, torch.complex64):
+        tensor = torch.tensor([1.0, math.nan], dtype=dtype)
+        assert same_content(tensor, tensor.clone())
+        assert not same_content(tensor, tensor + 1)
