@@ -1,9 +1,8 @@
 """vocabulary: what splitting the output layer along a vocabulary of 128k gains over the best plan with a whole one.
 
 The gain is predicted for 8 H100 on 8 nodes, predicted and measured on ranks whose blocks and shards sleep, and
-predicted and measured on two ranks that compute. Both plans are the best that the planner finds. Models return their
-loss, so that its seconds count in both. `python -m benchmarks.vocabulary computing` shows one table, in less than three
-minutes.
+predicted and measured on two ranks that compute. Both plans are the best that the planner finds, and the loss counts in
+both. `python -m benchmarks.vocabulary computing` shows one table, in less than three minutes.
 """
 
 import sys
@@ -35,18 +34,6 @@ _SIZES = Sizes(2, 128, 4, _WORDS, 128, 4, 4)
 LossFn = Callable[[Any, Any], Tensor]
 
 
-class Scored(nn.Sequential):
-    """Blocks that return the loss of their result."""
-
-    def __init__(self, blocks: nn.Sequential, loss_fn: LossFn) -> None:
-        super().__init__(*blocks)
-        self.loss_fn = loss_fn
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """The loss."""
-        return self.loss_fn(super().forward(x), target)
-
-
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about split output layers."""
     return tuple(make() for make in TABLES.values())
@@ -58,14 +45,16 @@ def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20
     def lines() -> Iterator[Line]:
         sizes = Sizes(16, 2048, 32, _WORDS, 2048, microbatches, microbatches)
         with torch.device("meta"):
-            model = Scored(gpt(sizes), loss).to(torch.bfloat16)
+            model = gpt(sizes).to(torch.bfloat16)
             tokens = torch.zeros(sizes.samples, sizes.length, dtype=torch.long)
         cluster = penstock.Cluster(ranks, memory="80GiB", latency=1e-5, bandwidth=50e9)
         whole, split = (
             penstock.plan(
                 model,
-                (tokens, tokens),
+                (tokens,),
                 ranks=cluster,
+                loss_fn=loss,
+                target=tokens,
                 microbatches=microbatches,
                 device="h100",
                 vocabulary_shards=shards,
@@ -84,24 +73,24 @@ def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20
 def sleeping(ranks: int = 4, microbatches: int = 16, times: int = 3, budget_seconds: float = 10.0) -> Table:
     """The gain on sleeping ranks, against the predicted gain."""
     blocks = [SleepingBlock(_UNIT) for _ in range(_LAYERS)]
-    layers = nn.Sequential(*blocks, nn.Linear(SIZE, _SLEEPING_WORDS, bias=False))
-    model = Scored(layers, functional.cross_entropy)
+    model = nn.Sequential(*blocks, nn.Linear(SIZE, _SLEEPING_WORDS, bias=False))
     inputs = torch.ones(microbatches, SIZE), torch.zeros(microbatches, dtype=torch.long)
     title = f"{_LAYERS} sleeping layers and an output layer worth {_HEAD}, {ranks} ranks"
-    return _measured(title, model, inputs, ranks, microbatches, times, budget_seconds, sleeps=True)
+    loss_fn = functional.cross_entropy
+    return _measured(title, model, inputs, loss_fn, ranks, microbatches, times, budget_seconds, sleeps=True)
 
 
 def computing(sizes: Sizes = _SIZES, times: int = 3, budget_seconds: float = 10.0) -> Table:
     """The gain of a GPT on two ranks that compute, against the predicted gain."""
     title = f"a GPT of {sizes.layers} layers, d={sizes.width}, {sizes.vocabulary:,} words, two ranks of one thread"
-    model = Scored(gpt(sizes), loss)
-    return _measured(title, model, batch(sizes), 2, sizes.microbatches, times, budget_seconds, sleeps=False)
+    return _measured(title, gpt(sizes), batch(sizes), loss, 2, sizes.microbatches, times, budget_seconds, sleeps=False)
 
 
 def _measured(
     title: str,
     model: nn.Module,
     inputs: tuple[Tensor, Tensor],
+    loss_fn: LossFn,
     ranks: int,
     microbatches: int,
     times: int,
@@ -115,15 +104,17 @@ def _measured(
             plans = {
                 name: penstock.plan(
                     model,
-                    inputs,
+                    inputs[:1],
                     ranks=ranks,
                     microbatches=microbatches,
+                    loss_fn=loss_fn,
+                    target=inputs[1],
                     vocabulary_shards=shards,
                     budget_seconds=budget_seconds,
                 )
                 for name, shards in (("whole", None), ("shards", ranks))
             }
-        steps = joined(penstock.launch(_steps, ranks, plans, model, inputs, times, sleeps), tuple(plans))
+        steps = joined(penstock.launch(_steps, ranks, plans, model, inputs, loss_fn, times, sleeps), tuple(plans))
         found = {name: min(step.seconds for step in steps[name]) for name in plans}
         expected = {name: plan.predicted.makespan for name, plan in plans.items()}
         gains = [seconds["whole"] / seconds["shards"] for seconds in (expected, found)]
@@ -141,13 +132,14 @@ def _steps(
     plans: dict[str, penstock.Plan],
     model: nn.Module,
     inputs: tuple[Tensor, Tensor],
+    loss_fn: LossFn,
     times: int,
     sleeps: bool,
 ) -> Any:
     """On one rank: steps of all plans in turn."""
     with sleeping_head() if sleeps else ExitStack():
-        pipes = {name: penstock.Pipeline(model, plan) for name, plan in plans.items()}
-        runs = {name: lambda pipe=pipe: pipe.step(*inputs) for name, pipe in pipes.items()}
+        pipes = {name: penstock.Pipeline(model, plan, loss_fn=loss_fn) for name, plan in plans.items()}
+        runs = {name: lambda pipe=pipe: pipe.step(inputs[0], target=inputs[1]) for name, pipe in pipes.items()}
 
         def forget() -> None:
             for pipe in pipes.values():
