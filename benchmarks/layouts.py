@@ -341,11 +341,21 @@ def table_of_trainings() -> str:
 
 def summary() -> str:
     """A table in Markdown with a row per source."""
-    lines = ["| source | within 3 % | rank correlation of MFU |", "|---|---|---|"]
+    lines = ["| source | within 3 % | same division as the best | rank correlation of MFU |", "|---|---|---|---|"]
     ranked = {line.cells[0]: f"{line.cells[2]} ({line.cells[1]} rows)" for line in _ranked()}
-    for line in _near():
-        source, near, _ = line.cells
-        found = [text for name, text in ranked.items() if name.startswith(source)]
-        lines.append(f"| {source} | {near} | {', '.join(found)} |")
-    near = [row.slower <= _NEAR for row in rows()]
-    return "\n".join((*lines, f"| all | {sum(near)} of {len(near)} | |"))
+    for source in dict.fromkeys(row.training.source for row in rows()):
+        found = [row for row in rows() if row.training.source == source]
+        values = [text for name, text in ranked.items() if name.startswith(source)]
+        lines.append(f"| {source} | {_counts(found)} | {', '.join(values)} |")
+    return "\n".join((*lines, f"| all | {_counts(rows())} | |"))
+
+
+def _counts(found: Sequence[Row]) -> str:
+    """How many published layouts are near the best one, and how many differ from it in stages and microbatches only."""
+    near = sum(row.slower <= _NEAR for row in found)
+    same = sum(_division(row.layout) == _division(row.best) for row in found)
+    return f"{near} of {len(found)} | {same} of {len(found)}"
+
+
+def _division(layout: DeviceLayout) -> tuple[int, int, int]:
+    return layout.replicas, layout.ranks, layout.tensor_parallel
