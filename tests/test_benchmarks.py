@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import (
+    accuracy,
     asynchronous,
     backward,
     breaking,
@@ -352,6 +353,17 @@ def test_a_published_layout_is_compared_with_the_best_prediction():
     assert row.best.makespan <= row.layout.makespan
     assert row.slower == row.layout.makespan / row.best.makespan - 1
     assert row.published_mfu == pytest.approx(row.layout.mfu * row.layout.makespan)
+
+
+def test_the_tables_of_a_page_are_replaced_between_their_comments(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n<!-- given -->\n\n| old |\n\n<!-- end of given -->\n\nafter\n")
+    accuracy.write(page, {"given": "| new |"})
+    assert page.read_text() == "before\n\n<!-- given -->\n\n| new |\n\n<!-- end of given -->\n\nafter\n"
+    with pytest.raises(ValueError, match="must have one table ahead, got 0"):
+        accuracy.write(page, {"ahead": "| new |"})
+    for name in accuracy.TABLES:
+        assert accuracy.PAGE.read_text().count(f"<!-- {name} -->") == 1
 
 
 def test_ranks_in_the_same_order_are_correlated():
