@@ -69,7 +69,7 @@ class Synthesis:
     best: SimulatedOrder
     bound: Bound
     named: tuple[SimulatedOrder, ...]
-    """the schedules of the table that fit, the best first"""
+    """the schedules of the table that fit, the best first; in a large problem those up to one that meets the bound"""
 
     @property
     def seconds(self) -> float:
@@ -92,13 +92,19 @@ def synthesise(
     """
     bound = lower_bound(problem)
     goal = Goal(bound.seconds, budget_seconds)
-    named = sorted((order for order in table_orders(problem) if order.fits), key=_rank)
+    is_large = is_too_large(problem, budget_seconds)
+    named: list[SimulatedOrder] = []
+    for order in table_orders(problem):
+        if order.fits:
+            named.append(order)
+            if is_large and goal.is_met(order.seconds):
+                break  # each takes seconds, and none is faster
+    named.sort(key=_rank)
     found = list(named)
     # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
     columns = zip(*(problem.costs.mean(name) for name in ("backward", "input_grad", "weight_grad")), strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
     choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
-    is_large = is_too_large(problem, budget_seconds)
     if named and is_large:
         # A single run, whose steady state is good for any number of microbatches, in place of a search.
         choices = choices[: goal.num_runs(1.0, problem.num_passes, (0, 1))]
