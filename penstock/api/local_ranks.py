@@ -31,8 +31,8 @@ VARIABLE = "PENSTOCK_MEASURE_RANKS"
 _METHOD = 2
 """increased when the method of measuring changes: then cached results are not used"""
 _MICROBATCHES, _ITERATIONS = 8, 4
-_WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.5
-"""after the warm-up at least 4 steps of each size, and more of them, up to 12, for half a second"""
+_WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.3
+"""after the warm-up at least 4 steps of each size, and more of them, up to 12, for 0.3 seconds"""
 _TIMEOUT = 120.0
 _WAIT = 1e-3
 """seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""

@@ -67,7 +67,8 @@ _LOG = logging.getLogger(__name__)
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
 _MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
-_MEASURE_SHARE = 0.5  # the share after which nodes are not timed again; three times in any case
+# The share and the least seconds after which nodes are not timed again; they are timed three times in any case.
+_MEASURE_SHARE, _MIN_MEASURE_SECONDS = 0.4, 1.5
 _MIN_DEVICES_SHARE = 0.5  # the same for `devices`
 # For `devices`: samples of a microbatch, devices of a node, and degrees of tensor parallelism.
 _MICROBATCH_SIZES, _PER_NODE, _DEGREES = (1, 2, 4), 8, (1, 2, 4, 8)
@@ -204,7 +205,7 @@ def plan(
         if (module := loss_module(loss_fn)) is not None and any(True for _ in module.parameters()):
             raise PlanError("a loss_fn with parameters cannot be planned", hint="leave out target")
     # Profiles are cached: not less for a small budget than what small models need.
-    measure_seconds = min(max(_MEASURE_SHARE * options.budget_seconds, _SLOW_SECONDS), BUDGET_SECONDS)
+    measure_seconds = min(max(_MEASURE_SHARE * options.budget_seconds, _MIN_MEASURE_SECONDS), BUDGET_SECONDS)
     examples = Examples(model, args, kwargs, split, loss_fn, target, speed, granularity, is_here, measure_seconds)
     start = time.monotonic()
     if is_here:
