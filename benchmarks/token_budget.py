@@ -131,7 +131,7 @@ def _planning_seconds(pipe: penstock.Pipeline, batch: Batch) -> float:
     planner = engine._tokens._planner
     assert planner is not None
     planner._known.clear()
-    engine.compiled_steps = LruCache()
+    engine._compiled_steps = LruCache()
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
