@@ -21,6 +21,7 @@ from penstock.ir import (
     LinkSpeed,
     Plan,
     Replicas,
+    Search,
     bytes_text,
     node_cluster,
     percent_text,
@@ -296,21 +297,13 @@ class _DeviceSearch:
 
     def simulated(self, layout: DeviceLayout) -> DeviceLayout:
         """The layout with its predicted step, or with the reason in `lost`."""
-        model, cluster = self._model(layout).measured, self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         # Two periods of the schedule more than the shortest step that has a steady state.
         period, count = layout.ranks, layout.microbatches
         counts = [2 * period + count % period + each * period for each in range(3)]
         if counts[-1] >= count:
             counts = [count]
-        asked = self._asked(layout, cluster, counts[0])
-        best: Found | None = None
         try:
-            for cut in layouts({counts[0]: model}, asked):
-                for found in table_plans(replace(cut, is_certified=False), asked):
-                    best = found if best is None else min(best, found, key=_fit_and_seconds)
-                # The first cut is for time, with even stages; others help only if it lacks memory, and take long.
-                if best is not None and excess_bytes(best.plan) <= 0 and not any(best.plan.choices.recompute):
-                    break
+            best = self._compared_plan(layout, counts[0], is_certified=False)
             if best is None:
                 return replace(layout, lost="the schedule does not support that many stages")
             plans = [best.plan, *(_with_microbatches(best, number) for number in counts[1:])]
@@ -340,6 +333,19 @@ class _DeviceSearch:
             return replace(layout, lost=f"needs {bytes_text(layout.peak)} of {limit} per rank")
         return layout
 
+    def _compared_plan(self, layout: DeviceLayout, count: int, is_certified: bool) -> Found | None:
+        """The best plan with the schedule of the layout; None if that does not support so many stages."""
+        cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
+        asked = self._asked(layout, cluster, count)
+        best: Found | None = None
+        for cut in layouts({count: self._model(layout).measured}, asked):
+            for found in table_plans(replace(cut, is_certified=is_certified), asked):
+                best = found if best is None else min(best, found, key=_fit_and_seconds)
+            # The first cut is for time, with even stages; others help only if it lacks memory, and take long.
+            if best is not None and excess_bytes(best.plan) <= 0 and not any(best.plan.choices.recompute):
+                break
+        return best
+
     def _asked(self, layout: DeviceLayout, cluster: Cluster, count: int) -> PlanOptions:
         """The options for the pipeline of a layout."""
         return replace(
@@ -359,7 +365,14 @@ class _DeviceSearch:
         cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         asked = self._asked(layout, cluster, layout.microbatches)
         asked = replace(asked, schedule=self._options.schedule, budget_seconds=budget_seconds)
-        return search({layout.microbatches: self._model(layout).measured}, asked, self._on_progress)
+        plan = search({layout.microbatches: self._model(layout).measured}, asked, self._on_progress)
+        if plan.predicted.makespan <= _seconds(layout):
+            return plan
+        # Without time for more cuts, the search may end with a slower plan than the one that was compared.
+        compared = self._compared_plan(layout, layout.microbatches, is_certified=True)
+        if compared is None or _fit_and_seconds(compared) >= (False, plan.predicted.makespan):
+            return plan
+        return replace(compared.plan, search=Search(asked=plan.search.asked))
 
     def _with_plan(self, layout: DeviceLayout, plan: Plan) -> DeviceLayout:
         """The layout with the prediction of its plan."""
