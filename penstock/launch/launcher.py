@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.1  # how often exit codes are polled; messages and most deaths
 _SETTLE_SECONDS = 0.3  # after a failure, how long other ranks may still report theirs, which may be the earlier one
 _CAUSE_SECONDS = 3.0  # the same while only lost contacts are reported: a large process takes long to die
 _EXIT_SECONDS = 5.0  # how long a rank that has delivered its result may take to exit
-_TERM_SECONDS, _KILL_SECONDS = 0.5, 5.0
+_TERM_SECONDS, _KILL_SECONDS = 0.5, 15.0  # on a busy machine a large process may take seconds to end
 _FORKING = threading.Lock()
 
 
