@@ -130,7 +130,7 @@ def find_padding(whole: Microbatch) -> Padding:
 
 
 def _ends(valid: Sequence[Tensor]) -> Tensor:
-    """The first valid position of every sample, and the end of its last one; (0, 0) if there is none."""
+    """The first valid position of every sample and the end of its last one; (0, 0) for a sample of padding only."""
     anywhere = valid[0]
     for other in valid[1:]:
         anywhere = anywhere | other

@@ -39,7 +39,7 @@ def write_stages(captured: Any, partition: Partition, placement: Placement, path
 
 
 def stage_document(captured: Any, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
-    """The text of the file, and the content of the file of constants `beside` it; empty if there are none."""
+    """The text of the file of stages, and the bytes of the file of constants (`beside`), empty without constants."""
     # The model may be in another mode (training or evaluation) than when the example was recorded first.
     recording = captured.recording(*captured.example)
     graph: Graph = recording.graph

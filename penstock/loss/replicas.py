@@ -110,7 +110,7 @@ def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
 
 
 def _agreed_count(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[list[float], float] | None:
-    """The totals of a count that fits the batches of all replicas, and their sum over all; None if there is none.
+    """The totals of a count that fits the batches of all replicas, and their sum; None if no count fits.
 
     On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
     may have decided for another one than the others, which have batches in which they differ.

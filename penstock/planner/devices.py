@@ -334,7 +334,7 @@ class _DeviceSearch:
         return layout
 
     def _compared_plan(self, layout: DeviceLayout, count: int, is_certified: bool) -> Found | None:
-        """The best plan with the schedule of the layout; None if that does not support so many stages."""
+        """The best plan with the schedule of the layout; None if the schedule does not support `count` stages."""
         cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         asked = self._asked(layout, cluster, count)
         best: Found | None = None
@@ -439,7 +439,7 @@ class _RankModel:
         return max(self.total / ranks, float((count * self.node_seconds).max()))
 
     def most_stages(self, stages: int) -> int:
-        """Stages that are not light, if the mean is that of so many stages; a node is at most one."""
+        """The largest number of stages that are not LIGHT of a model cut into `stages`; a node is at most one."""
         limit = LIGHT * self.total / stages
         return int(np.minimum(self.node_seconds / limit, 1.0).sum()) if limit else len(self.node_seconds)
 

@@ -30,7 +30,7 @@ from penstock.schedules import SCHEDULES, build
 _SLOW = 1.02
 """a stage or replica is slow if its passes take this many times the mean"""
 _UNEXPLAINED = 0.02
-"""the share of a step by which measurement and simulation may differ without a remark"""
+"""the share of a step by which measurement and simulation may differ before the report mentions it"""
 _CAUSES = ("warm-up", "wait", "imbalance", "drain")
 _MOST_TRACES = 64
 """the most pipelines that are simulated as traces, to divide their idle time by cause"""

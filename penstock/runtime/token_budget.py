@@ -96,7 +96,7 @@ def balanced_shares(whole: Microbatch, budget: int, num_replicas: int) -> list[M
 
 
 def compared_batches(padding: Padding) -> tuple[Batch, Batch] | None:
-    """Some of the most padded samples of a batch, without padding and with it; None if there is none to cut off."""
+    """Some of the most padded samples of a batch, without padding and with it; None if no sample is padded."""
     by_length = sorted(range(len(padding.lengths)), key=lambda sample: (padding.lengths[sample], sample))
     for count in (_NUM_COMPARED, 1):
         samples = by_length[:count]
