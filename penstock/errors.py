@@ -1,5 +1,8 @@
 """Every exception that penstock raises on purpose, and the category of its warnings."""
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 
 class PenstockWarning(UserWarning):
     """Category of every warning issued by penstock. Each is issued once per run, by one rank."""
@@ -34,10 +37,21 @@ class PenstockError(ValueError):
         lines = (f"{problem} ({shown})" if shown else problem, self.report, f"try: {hint}" if hint else "")
         super().__init__("\n".join(line for line in lines if line))
 
+    def on_all_ranks(self) -> Self:
+        """Mark the error as one that every rank raises; returns the error itself."""
+        self.is_shared = True
+        return self
+
     def to_dict(self) -> dict[str, object]:
-        """The parts of the error as JSON values, to be sent to another process."""
+        """The arguments of the error as JSON values, to be sent to the other ranks."""
         values = {name: str(value) for name, value in self.values.items()}
         return {"problem": self.problem, "hint": self.hint, "report": self.report, "values": values}
+
+    @classmethod
+    def from_dict(cls, arguments: Mapping[str, Any], /, **values: object) -> Self:
+        """The error that `to_dict` of another rank described, which every rank raises; `values` are shown first."""
+        values |= arguments["values"]
+        return cls(arguments["problem"], hint=arguments["hint"], report=arguments["report"], **values).on_all_ranks()
 
 
 class FormatError(PenstockError):

@@ -75,9 +75,7 @@ def plan_together(
     result = json.loads(_broadcast_text(control, text))
     if "problem" in result:
         kind: type[PenstockError] = vars(errors)[result["kind"]]
-        error = kind(result["problem"], hint=result["hint"], report=result["report"], **result["values"])
-        error.is_shared = True
-        raise error from cause
+        raise kind.from_dict(result) from cause
     return from_json(result["plan"], Plan)
 
 

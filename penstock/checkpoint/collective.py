@@ -40,9 +40,7 @@ def run_on_first_rank(groups: ProcessGroups, work: Callable[[], str], request: S
         message = json.loads(groups.broadcast_text_to_all(json.dumps(message)))
     if "problem" not in message:
         return str(message["text"])
-    shared = CheckpointError(str(message["problem"]), hint=str(message["hint"]), **dict(message["values"]))  # type: ignore[call-overload]
-    shared.is_shared = True
-    raise shared
+    raise CheckpointError.from_dict(message)
 
 
 def write_error(error: Exception) -> CheckpointError:

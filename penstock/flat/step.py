@@ -137,9 +137,8 @@ def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, 
     maxes = (-math.inf, -math.inf) if size is None else (float(size), -float(size))
     largest, smallest = pipeline.engine.sync.exchange(request, SyncVote(maxes=maxes)).maxes[:2]
     if largest != -smallest:
-        error = RunError("all ranks must have batches of the same size", sizes=(int(-smallest), int(largest)))
-        error.is_shared = True
-        raise error
+        sizes = int(-smallest), int(largest)
+        raise RunError("all ranks must have batches of the same size", sizes=sizes).on_all_ranks()
     sizes = microbatch_sizes(int(largest), num_microbatches)
     spans = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
     return _SplitInputs(sizes, tuple(tuple(tensor.narrow(0, *span) for tensor in given) for span in spans))

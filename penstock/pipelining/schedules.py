@@ -276,9 +276,7 @@ class _PipelineSchedule:
         uneven = [int(number) for _, *rows in contents for number in rows if all_samples > 0 and number % all_samples]
         if uneven:
             problem = "the target must have the same number of rows for every sample of the inputs"
-            error = RunError(problem, samples=int(all_samples), rows=", ".join(map(str, uneven)))
-            error.is_shared = True
-            raise error
+            raise RunError(problem, samples=int(all_samples), rows=", ".join(map(str, uneven))).on_all_ranks()
         if all_samples > 0 and any(number != all_samples for number in step.target_rows):
             step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
         return program, step, tuple(digest for digest, *_ in contents)

@@ -335,7 +335,4 @@ def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
     if not any(pipelines):
         return
     text = groups.broadcast_text("" if problem is None else json.dumps(problem.to_dict()), flags.index(max(flags)))
-    plain = json.loads(groups.broadcast_text_to_peers(text, pipelines.index(1)))
-    shared = RunError(plain["problem"], hint=plain["hint"], **plain["values"])
-    shared.is_shared = True
-    raise shared
+    raise RunError.from_dict(json.loads(groups.broadcast_text_to_peers(text, pipelines.index(1))))

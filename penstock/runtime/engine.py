@@ -312,15 +312,13 @@ class Engine:
                 text = json.dumps(describe_batch(leaves))
                 texts = [groups.broadcast_text_to_peers(text, pipeline) for pipeline in (first, index)]
                 difference = different_batches([json.loads(found) for found in texts])
-                error = RunError(
+                raise RunError(
                     "tensor-parallel ranks were given different batches",
                     replica=index // groups.tensor_ranks,
                     tensor_ranks=(0, index - first),
                     **({"input": difference.values["input"]} if "input" in difference.values else {}),
                     hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
-                )
-                error.is_shared = True
-                raise error
+                ).on_all_ranks()
 
     def _batch_checksum(self, batch: Batch, request: SyncRequest) -> tuple[int, dict[str, Any]]:
         """A checksum of the batch, or of a sample of it, and its tensors and plain values by name.
@@ -396,22 +394,18 @@ class Engine:
         most, fewest, most_microbatches, fewest_microbatches = self._sync.exchange(shapes, vote).maxes
         if not is_training and most_microbatches != -fewest_microbatches:
             # Every forward gathers parameters.
-            error = RunError(
+            raise RunError(
                 "replicas that share parameters must have the same number of microbatches in an evaluation",
                 fewest=int(-fewest_microbatches),
                 most=int(most_microbatches),
                 hint="at least one sample for each microbatch on every replica",
-            )
-            error.is_shared = True
-            raise error
+            ).on_all_ranks()
         if finds_dims and most != -fewest:
-            error = RunError(
+            raise RunError(
                 "replicas that share parameters cannot find the batch dimensions of outputs for shapes that are new "
                 "to some of them only",
                 hint="output_dims=0, or another rule of docs/training.md",
-            )
-            error.is_shared = True
-            raise error
+            ).on_all_ranks()
         self._num_to_record = int(most)
         if self._num_to_record and self._groups.monitor is not None:
             self._groups.monitor.building()
@@ -480,9 +474,8 @@ class Engine:
         self._given_names.check([content[0] for content in contents], self._last_rank, has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
-            error = RunError("rank 0 and the rank of the last stage were given different targets", hint="one target")
-            error.is_shared = True
-            raise error
+            problem = "rank 0 and the rank of the last stage were given different targets"
+            raise RunError(problem, hint="one target").on_all_ranks()
         index = int(contents[0][2])
         if result.maxes[0] <= 0:
             split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
@@ -518,8 +511,7 @@ class Engine:
             (sync or self._sync).refuse(request, shared)
             if isinstance(shared, RunError) and not (shared.is_shared or self._groups.is_local):
                 shared = shared.at(rank=self._groups.rank)
-            shared.is_shared = True
-            raise shared from (error.__cause__ if isinstance(error, PenstockError) else error)
+            raise shared.on_all_ranks() from (error.__cause__ if isinstance(error, PenstockError) else error)
 
     def _size_and_loss(self, split: SplitBatch, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
@@ -533,14 +525,12 @@ class Engine:
         # The target is that of rank 0 or, with inputs="first", of the rank of the last stage.
         losses = max(by_rank)
         if losses not in (0.0, count):
-            error = RunError(
+            raise RunError(
                 "some replicas have a target or labels and others do not",
                 with_loss=int(losses) // self._groups.tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",
-            )
-            error.is_shared = True
-            raise error
+            ).on_all_ranks()
         return samples / count
 
     def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
@@ -747,8 +737,7 @@ class Engine:
             hint=origin.hint if origin else NONFINITE_HINT,
         )
         if self._options.nonfinite == "raise":
-            error.is_shared = True
-            raise error
+            raise error.on_all_ranks()
         if self._groups.is_first:
             # Points at the user's call of step.
             warnings.warn(str(error), PenstockWarning, stacklevel=5)

@@ -70,15 +70,13 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
         shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]
         spec = next(value.spec for value in (*graph.parameters, *graph.buffers) if value.name == name)
-        error = RunError(
+        return RunError(
             "the ranks start with different weights",
             name=name,
             tensor=str(spec),
             **{f"rank_{ranks[0]}": shown[0], f"rank_{other}": shown[1]},
             hint=f"{_HINT}; RunOptions(check_model=False) to train with the weights of each rank",
-        )
-        error.is_shared = True
-        return error
+        ).on_all_ranks()
     return None
 
 

@@ -211,11 +211,9 @@ class GivenNames:
             hint = f"pass {', '.join(names)} on rank 0"
             if has_loss_fn:
                 hint += f", which sends the batch to the others; only target may be passed on rank {last_rank} instead"
-            error = RunError(
+            raise RunError(
                 'with inputs="first" a rank was given arguments that rank 0 was not', rank=rank, names=names, hint=hint
-            )
-            error.is_shared = True
-            raise error
+            ).on_all_ranks()
 
 
 def has_no_batch(batch: Batch) -> bool:

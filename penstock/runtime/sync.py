@@ -161,8 +161,7 @@ class RankSync:
         given = [(rank, lines) for rank, lines in found if lines]
         problem = first_difference([lines for _, lines in given], "rank", [rank for rank, _ in given])
         assert problem is not None
-        problem.is_shared = True
-        raise problem
+        raise problem.on_all_ranks()
 
     def start(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> None:
         """Send this rank's vote without waiting for the others."""
@@ -430,25 +429,18 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: st
     elif problem is None:
         texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
         if refusing:
-            problem = _read_error(texts[refusing[0]], kind, refusing[0])
+            problem = RunError.from_dict(json.loads(texts[refusing[0]]), **{kind: refusing[0]})
             problem.repeats = True
         else:
             problem = first_difference([text.split("\n") for text in texts], kind)
     problem = problem or RunError(f"the {kind}s disagree about the next operation")
-    problem.is_shared = True
-    return problem
+    return problem.on_all_ranks()
 
 
 def _error_text(error: Exception) -> str:
     if not isinstance(error, PenstockError):
         error = RunError(f"{type(error).__name__}: {text_of(error)[:_MAX_TEXT]}")
     return json.dumps(error.to_dict())
-
-
-def _read_error(text: str, kind: str, index: int) -> RunError:
-    plain = json.loads(text)
-    values = {kind: index, **plain["values"]}
-    return RunError(plain["problem"], hint=plain["hint"], report=plain["report"], **values)
 
 
 def _different_requests(rows: Sequence[_Row], kind: str) -> RunError | None:

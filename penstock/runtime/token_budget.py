@@ -119,15 +119,13 @@ def check_losses(cut: Tensor, whole: Tensor, dtype: torch.dtype) -> bool:
     tolerance = max(_TOLERANCES.get(each, _COARSE) for each in (dtype, cut.dtype))
     if abs(found - expected) <= tolerance * max(abs(found), abs(expected)):
         return True
-    error = RunError(
+    raise RunError(
         "cutting off padding changes the loss, so budget_tokens would change the gradients",
         loss=expected,
         without_padding=found,
         hint="a model that ignores padding: a causal one padded on the right, or one that uses its attention_mask "
         "(and position_ids, if padded on the left); and a loss that ignores it, such as labels of -100",
-    )
-    error.is_shared = True
-    raise error
+    ).on_all_ranks()
 
 
 def refuse_added_losses(recordings: Sequence[Recording]) -> None:

@@ -262,8 +262,7 @@ class UserStageEngine:
         """
         self.sync.refuse(request, error)
         shared = error.at(rank=self.groups.rank) if isinstance(error, RunError) else error
-        shared.is_shared = True
-        return shared
+        return shared.on_all_ranks()
 
     def execute(
         self,

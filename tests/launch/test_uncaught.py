@@ -50,7 +50,7 @@ def test_frames_of_penstock_are_left_out() -> None:
 
 def test_an_error_of_every_rank_is_one_line_on_the_others() -> None:
     error = refused()
-    error.is_shared = True
+    error.on_all_ranks()
     assert (
         printed(error, 1)
         == f"[rank1]: {type(error).__name__}: {error.problem} (every rank has this error: see rank 0)\n"

@@ -54,14 +54,12 @@ def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "a
     links, missing = groups.connections
     for (rank, other), reason in missing.items():
         if choice == "shared":
-            error = RunError(
+            raise RunError(
                 'transport="shared" needs all ranks on the CPUs of one host',
                 ranks=(rank, other),
                 reason=reason,
                 hint='RunOptions(transport="auto"), which uses shared memory where it can',
-            )
-            error.is_shared = True
-            raise error
+            ).on_all_ranks()
         if groups.rank in (rank, other):
             _LOG.info("ranks %d and %d use torch.distributed, not shared memory: %s", rank, other, reason)
     return SharedMemoryTransport(links, remote, device, groups.monitor) if links else remote
