@@ -55,7 +55,7 @@ class Peaks:
 def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
     """The peaks of the steps inside; each kind of step must have been taken before."""
     engine, peaks = pipeline._engine, Peaks()
-    (prepared,) = (rank for compiled in engine._compiled_steps.values() for rank in compiled.ranks)
+    (prepared,) = (rank for compiled in engine._compiled_steps.values() for rank in compiled.rank_programs)
     status, storages = engine._groups.monitor._status, Storages(size)
     note_action = status.working
 

@@ -41,7 +41,7 @@ from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
 from penstock.runtime.distributed_parameters import shard_like, whole
 from penstock.runtime.engine import Engine
-from penstock.runtime.executor import RankProgram, Run, located_error, watch_step
+from penstock.runtime.executor import Call, RankProgram, located_error, watch_step
 from penstock.runtime.gradients import (
     ReplicaReducer,
     TiedParameter,

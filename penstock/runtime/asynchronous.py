@@ -115,10 +115,15 @@ class StreamRunner(StageRunner):
     """Runs passes of several batches, each with its own version of the weights, and updates them after each batch."""
 
     def __init__(
-        self, part: ModelPart, last_stage: int, loss_head: LossHead, weights: dict[int, StageWeights], checks: bool
+        self,
+        model_part: ModelPart,
+        last_stage: int,
+        loss_head: LossHead,
+        weights: dict[int, StageWeights],
+        checks: bool,
     ) -> None:
         """With `checks`, NaN or Inf in a loss or gradient raises an error before the update."""
-        super().__init__(part, last_stage, loss_head)
+        super().__init__(model_part, last_stage, loss_head)
         self._weights, self._checks = weights, checks
         self.window: Sequence[tuple[StreamBatch, int] | None] = ()
         """by microbatch of the chunk that runs now: its batch, and its index in the batch"""
@@ -157,7 +162,7 @@ class StreamRunner(StageRunner):
         return entry
 
     def _check_finite(self, stage: int, batch: StreamBatch) -> None:
-        extremes, parameters = batch.step.extremes, self._part.stages[stage].parameters()
+        extremes, parameters = batch.step.extremes, self._model_part.stages[stage].parameters()
         extremes.add(stage, [parameter.grad for parameter in parameters], is_gradient=True)
         outputs, gradients = extremes.nonfinite_stages()
         is_forward = stage in outputs
@@ -177,7 +182,7 @@ class Chunk:
     key: object
     """equal for chunks that are compiled alike"""
     agreement: Agreement
-    ranks: tuple[RankProgram, ...]
+    rank_programs: tuple[RankProgram, ...]
 
 
 class LossMessages:
@@ -216,7 +221,7 @@ class AsyncEngine(Engine):
 
     def __init__(
         self,
-        part: ModelPart,
+        model_part: ModelPart,
         plan: Plan,
         sync: RankSync,
         loss_head: LossHead,
@@ -226,19 +231,20 @@ class AsyncEngine(Engine):
         **engine_options: Any,
     ) -> None:
         """`optimizer` updates the parameters of this process; `engine_options` are those of `Engine`."""
-        super().__init__(part, plan, sync, loss_head, options, **engine_options)
+        super().__init__(model_part, plan, sync, loss_head, options, **engine_options)
         check_stream(plan, staleness)
         self._staleness = staleness
         self.weights = {
-            index: StageWeights(list(stage.parameters()), optimizer, staleness) for index, stage in part.stages.items()
+            index: StageWeights(list(stage.parameters()), optimizer, staleness)
+            for index, stage in model_part.stages.items()
         }
         is_checked = options.nonfinite != "ignore"
-        self._stream_runner = StreamRunner(part, plan.num_stages - 1, loss_head, self.weights, is_checked)
-        local = LocalTransport(part.device, is_stream=True) if self._groups.is_local else None
+        self._stream_runner = StreamRunner(model_part, plan.num_stages - 1, loss_head, self.weights, is_checked)
+        local = LocalTransport(model_part.device, is_stream=True) if self._groups.is_local else None
         self._stream_transport = local or self._transport
         ranks = range(plan.num_ranks) if self._groups.is_local else (self._groups.rank,)
         self._stream_compiler = StepCompiler(
-            plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES, part.describe
+            plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES, model_part.describe
         )
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
@@ -317,7 +323,7 @@ class AsyncEngine(Engine):
                 for weights in self.weights.values():
                     weights.note_gradients()
                 # Warnings are issued when the stream is drained.
-                new = self._warnings.new(entry.step, self._loss_head, lambda: self._part.parameters)
+                new = self._warnings.new(entry.step, self._loss_head, lambda: self._model_part.parameters)
                 self._causes = list(dict.fromkeys((*self._causes, *new)))
                 if len(self._running) > self._lag:
                     self._finish_chunk()
@@ -374,8 +380,8 @@ class AsyncEngine(Engine):
         except BaseException as error:
             self._failure = str(error)
             for chunk in self._running:
-                for rank in chunk.ranks:
-                    rank.clear()
+                for program in chunk.rank_programs:
+                    program.clear()
             self._stream_transport.clear()
             self._losses.clear()
             for weights in self.weights.values():
@@ -415,7 +421,7 @@ class AsyncEngine(Engine):
         scales = {"scale": scale, "gradient_scale": scale}
         step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size, **scales)
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
-        left = dict.fromkeys(self._part.stages, len(microbatches))
+        left = dict.fromkeys(self._model_part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
         batch_checksum, leaves = (
             (0, {}) if groups.is_local else self._batch_checksum(batch, SyncRequest("step", number))
@@ -471,15 +477,15 @@ class AsyncEngine(Engine):
         missing = [None] * (length - len(microbatches))
         self._stream_runner.window = (*missing, *microbatches)[-length:]
         if records and self._times is None:
-            self._times = [action_times(self._part.device) for _ in chunk.ranks]
+            self._times = [action_times(self._model_part.device) for _ in chunk.rank_programs]
         monitor, times = self._groups.monitor, self._times
         self._running.append(chunk)
         try:
             with generators_restored():
                 if monitor is None:
-                    execute_local(chunk.ranks, times)
+                    execute_local(chunk.rank_programs, times)
                 else:
-                    execute(chunk.ranks[0], monitor.working, times[0] if times else None)
+                    execute(chunk.rank_programs[0], monitor.working, times[0] if times else None)
         finally:
             self._stream_runner.step, self._stream_runner.window = None, ()
         # Later chunks use at most the last `num_ranks - 1` microbatches.
@@ -490,8 +496,8 @@ class AsyncEngine(Engine):
     def _finish_chunk(self) -> None:
         """Wait for the sends of the oldest chunk, which can then be used again."""
         chunk = self._running.popleft()
-        for rank in chunk.ranks:
-            for slot in rank.send_slots:
+        for program in chunk.rank_programs:
+            for slot in program.send_slots:
                 slot.finish()
         self._free_chunks.setdefault(chunk.key, []).append(chunk)
 
@@ -540,7 +546,7 @@ class AsyncEngine(Engine):
             batch.result.set(Result(total, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))
 
 
-def make_optimizer(make: Any, part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
+def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
     """Call `make(parameters)` with the parameters of this process; checks that they can be updated asynchronously."""
     shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if shared:
@@ -551,7 +557,7 @@ def make_optimizer(make: Any, part: ModelPart, plan: Plan, staleness: str) -> to
         )
     if not callable(make) or isinstance(make, type):
         raise RunError("optimizer must be a function of the parameters", got=repr(make)[:60], hint=_OPTIMIZER_HINT)
-    parameters = [parameter for parameter in part.parameters.values() if parameter.requires_grad]
+    parameters = [parameter for parameter in model_part.parameters.values() if parameter.requires_grad]
     optimizer = make(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RunError(

@@ -30,12 +30,12 @@ from penstock.passes import lower, verify
 from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
+    Call,
     CompiledAction,
     LocalSlot,
     Pass,
     PassRunner,
     RankProgram,
-    Run,
     ValuesFrom,
     ValuesTo,
 )
@@ -61,13 +61,13 @@ class CompiledStep:
     roots: tuple[Roots, ...]
     program: Program
     agreement: Agreement
-    ranks: tuple[RankProgram, ...]
+    rank_programs: tuple[RankProgram, ...]
     """one per rank of this process"""
 
     def clear(self) -> None:
         """Drop the values and messages of an interrupted step."""
-        for rank in self.ranks:
-            rank.clear()
+        for program in self.rank_programs:
+            program.clear()
 
 
 class StepCompiler:
@@ -291,12 +291,12 @@ class _Compiler:
                 return CompiledAction(code)
             run = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.unshard, Kind.RESHARD: runner.reshard}[action.kind]
             return CompiledAction(code, partial(run, action.stage))
-        passes = [self._pass(part) for part in action.parts]
-        runs = [partial(self._method(part), stage_pass) for part, stage_pass in zip(action.parts, passes, strict=True)]
+        passes = [self._pass(each) for each in action.parts]
+        calls = [partial(self._method(each), stage_pass) for each, stage_pass in zip(action.parts, passes, strict=True)]
         recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.sources if isinstance(slot, RecvSlot))
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
-        return CompiledAction(code, runs[0] if len(runs) == 1 else partial(_run_all, runs), waits, recvs)
+        return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
 
     def _method(self, action: ComputeAction) -> Callable[[Pass], None]:
         if isinstance(action, Forward):
@@ -329,10 +329,10 @@ class _Compiler:
         return self._locals.setdefault(key, LocalSlot())
 
 
-def _run_all(runs: Sequence[Run]) -> None:
-    """Run the parts of an overlapped action one after another."""
-    for run in runs:
-        run()
+def _call_all(calls: Sequence[Call]) -> None:
+    """Run the passes of an overlapped action one after another."""
+    for call in calls:
+        call()
 
 
 def message_key(message: Message) -> MessageKey:
@@ -361,7 +361,7 @@ def _user_positions(order: Sequence[Action]) -> dict[tuple[int, int, bool], int]
     positions = {}
     for index, action in enumerate(order):
         if isinstance(action, ComputeAction | Overlap):
-            for part in action.parts:
-                if part.kind is not Kind.WEIGHT_GRAD:
-                    positions[part.stage, part.microbatch, part.kind is not Kind.FORWARD] = index
+            for each in action.parts:
+                if each.kind is not Kind.WEIGHT_GRAD:
+                    positions[each.stage, each.microbatch, each.kind is not Kind.FORWARD] = index
     return positions

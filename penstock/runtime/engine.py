@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(
         self,
-        part: ModelPart,
+        model_part: ModelPart,
         plan: Plan,
         sync: RankSync,
         loss_head: LossHead,
@@ -82,24 +82,24 @@ class Engine:
         split: Split | None = None,
     ) -> None:
         """`inputs` and `split` are those of `Pipeline`."""
-        groups = part.groups
-        self._part, self._plan, self._sync, self._options = part, plan, sync, options
+        groups = model_part.groups
+        self._model_part, self._plan, self._sync, self._options = model_part, plan, sync, options
         self._groups, self._loss_head = groups, loss_head
-        self._runner = StageRunner(part, plan.num_stages - 1, loss_head)
-        self._transport = make_transport(groups, part.device, options.transport)
+        self._runner = StageRunner(model_part, plan.num_stages - 1, loss_head)
+        self._transport = make_transport(groups, model_part.device, options.transport)
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         moves = AddShardMoves(options.max_active_stages)
-        passes = (*DEFAULT_PASSES, moves) if part.sharded.modules else DEFAULT_PASSES
-        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, part.describe)
+        passes = (*DEFAULT_PASSES, moves) if model_part.sharded.modules else DEFAULT_PASSES
+        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, model_part.describe)
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
         self._num_microbatches = plan.num_microbatches
         self._splittings: LruCache[Any, Splitting] = LruCache()
         """how batches were split, by their structure"""
         is_sent = inputs == "first" and not groups.is_local
-        self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
-        self._given_names = GivenNames(part.captured.model.forward)
-        self._parameter_names = list(signature_of(part.captured.model.forward).parameters)
+        self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
+        self._given_names = GivenNames(model_part.captured.model.forward)
+        self._parameter_names = list(signature_of(model_part.captured.model.forward).parameters)
         self._tokens = TokenBudget(plan)
         self._budget: int | None = None
         """`budget_tokens` of the current step"""
@@ -109,16 +109,16 @@ class Engine:
         """seed of the random numbers of the current step"""
         self._num_to_record = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
-        self._parameters = {index: tuple(stage.parameters()) for index, stage in part.stages.items()}
+        self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
         """by stage"""
         self._snapshot = StepSnapshot(
-            (*part.replicas.parameters, *part.tied.parameters, *part.rows.parameters),
-            part.parameters.values(),
+            (*model_part.replicas.parameters, *model_part.tied.parameters, *model_part.rows.parameters),
+            model_part.parameters.values(),
             options.restore_gradients,
-            part.written_buffers,
+            model_part.written_buffers,
         )
         self._warnings = StepWarnings(groups)
-        self._merger = OutputMerger(part.captured, is_warning=groups.pipeline == 0)
+        self._merger = OutputMerger(model_part.captured, is_warning=groups.pipeline == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._failed_at = 0.0
         """when a pass of the step failed, in seconds since 1970, if all messages of the step were exchanged even so"""
@@ -182,7 +182,7 @@ class Engine:
         request = SyncRequest("eval", number, step_options(keeps_outputs, False, 1.0, budget_tokens))
         batch = self._begin_budget(budget_tokens, batch, request)
         watched = watch_step(self._groups.monitor, number, False, self._handle_failure)
-        with watched, torch.no_grad(), _eval_mode(self._part.captured.model):
+        with watched, torch.no_grad(), _eval_mode(self._model_part.captured.model):
             step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
             self._execute(step, compiled, False)
             result = self._end_step(step, compiled, number, None)
@@ -195,7 +195,7 @@ class Engine:
         """
         self.check_usable()
         self._budget = None
-        buffers = StepSnapshot((), (), True, self._part.written_buffers)
+        buffers = StepSnapshot((), (), True, self._model_part.written_buffers)
         with watch_step(self._groups.monitor, number, False, self._handle_failure), torch.no_grad():
             step, compiled = self._begin_step(batch, SyncRequest("forward", number), False, True, output_dims)
             buffers.take()
@@ -220,7 +220,7 @@ class Engine:
         vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
         pair, kind = None, None
         with self._errors_on_all_ranks(vote_request if votes else request):
-            if self._part.replicas_share_parameters or groups.tensor_ranks > 1:
+            if self._model_part.replicas_share_parameters or groups.tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and not has_no_batch(batch):
@@ -235,13 +235,13 @@ class Engine:
             return batch
         cut, whole = pair or (batch, batch)
         # In full precision, so that a small difference is not taken for rounding.
-        with torch.autocast(self._part.device.type, enabled=False):
+        with torch.autocast(self._model_part.device.type, enabled=False):
             losses = [self.evaluate(each, request.step, False).loss for each in (cut, whole)]
         self._budget = budget_tokens
         if self._sender is not None:
             self._sender.sends_all = True
         if losses[0] is not None and losses[1] is not None:
-            dtypes = {p.dtype for p in self._part.captured.model.parameters() if p.is_floating_point()}
+            dtypes = {p.dtype for p in self._model_part.captured.model.parameters() if p.is_floating_point()}
             dtype = max(dtypes or {torch.float64}, key=lambda dtype: torch.finfo(dtype).eps)
             if check_losses(losses[0], losses[1], dtype) and kind is not None:
                 self._tokens.checked.add(kind)
@@ -250,7 +250,7 @@ class Engine:
     def _find_padding(self, batch: Batch) -> Padding:
         """The lengths of the samples of a batch."""
         if self._padding is None or self._padding[0] is not batch:
-            forward, rules = self._part.captured.model.forward, (self._split_rules, self._planned_rules)
+            forward, rules = self._model_part.captured.model.forward, (self._split_rules, self._planned_rules)
             self._padding = batch, find_padding(whole_batch(forward, *batch, 2, *rules, self._splittings)[0])
         return self._padding[1]
 
@@ -268,7 +268,7 @@ class Engine:
         if self._groups.tensor_ranks > 1:
             self._compare_shared_batches(batch, request)
         self._num_to_record = 0
-        if self._part.replicas_share_parameters:
+        if self._model_part.replicas_share_parameters:
             self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
         if self._sender is None:
             split, compiled, mean_size = self._begin_with_own_batch(batch, request, is_training)
@@ -344,25 +344,25 @@ class Engine:
         args, kwargs, target = batch
         if target is None or self._loss_head.has_loss_fn:
             return batch
-        if TARGET not in inspect.signature(self._part.captured.model.forward).parameters:
+        if TARGET not in inspect.signature(self._model_part.captured.model.forward).parameters:
             hint = "Pipeline(..., loss_fn=...), or no target if the model computes its loss from its arguments"
             raise RunError("a target needs a loss function or a model whose forward takes it", hint=hint)
         return args, {**kwargs, TARGET: target}, None
 
     def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
         """Split a batch into microbatches."""
-        if not self._part.has_weights or self._part.weights_error is not None:
-            self._part.check_weights()
-        for stage in self._part.stages.values():
+        if not self._model_part.has_weights or self._model_part.weights_error is not None:
+            self._model_part.check_weights()
+        for stage in self._model_part.stages.values():
             stage.check_state()
         if self._budget is not None:
             return self._tokens.microbatches(self._find_padding(batch), self._budget)
-        forward, rules = self._part.captured.model.forward, (self._split_rules, self._planned_rules)
+        forward, rules = self._model_part.captured.model.forward, (self._split_rules, self._planned_rules)
         return split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
 
     def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch into microbatches, and find the recording of each unless they are given."""
-        microbatches, captured = self._microbatches(batch), self._part.captured
+        microbatches, captured = self._microbatches(batch), self._model_part.captured
         parts = [(part.args, part.kwargs) for part in microbatches]
         num_recorded, self._num_to_record = self._num_to_record, 0
         if recordings is not None:
@@ -389,7 +389,7 @@ class Engine:
             number, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and not has_no_batch(batch):
                 parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
-                number, count = self._part.captured.num_new(parts, self._seed), len(parts)
+                number, count = self._model_part.captured.num_new(parts, self._seed), len(parts)
         vote = SyncVote(maxes=(float(number), -float(number), float(count), -float(count)) if is_given else ())
         most, fewest, most_microbatches, fewest_microbatches = self._sync.exchange(shapes, vote).maxes
         if not is_training and most_microbatches != -fewest_microbatches:
@@ -536,31 +536,32 @@ class Engine:
     def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
         self._snapshot.take()
-        if self._part.sharded.modules:
-            self._part.sharded.begin_step(len(step.microbatches))
+        if self._model_part.sharded.modules:
+            self._model_part.sharded.begin_step(len(step.microbatches))
         times = self._execute(step, compiled, records)
-        for reducer in self._part.reducers:
+        for reducer in self._model_part.reducers:
             reducer.finish()
         return times
 
     def _undo(self) -> None:
         """Restore gradients and buffers to their values before the step."""
-        self._part.replicas.clear()
-        self._part.sharded.clear()
+        self._model_part.replicas.clear()
+        self._model_part.sharded.clear()
         self._snapshot.restore()
 
     def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
-        times = [action_times(self._part.device) for _ in compiled.ranks] if records else None
+        times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if records else None
         monitor = self._groups.monitor
         self._runner.step, self._failed_at = step, 0.0
         try:
             with generators_restored():
                 if monitor is None:
-                    execute_local(compiled.ranks, times)
+                    execute_local(compiled.rank_programs, times)
                 else:
-                    execute(compiled.ranks[0], monitor.working, times[0] if times else None, self._exchange_remaining)
-                for rank in compiled.ranks:
-                    for slot in rank.send_slots:
+                    (program,) = compiled.rank_programs
+                    execute(program, monitor.working, times[0] if times else None, self._exchange_remaining)
+                for program in compiled.rank_programs:
+                    for slot in program.send_slots:
                         slot.finish()
                 if monitor is not None:
                     # A rank without any message has not checked yet that all ranks take the same step.
@@ -584,19 +585,19 @@ class Engine:
 
     def _exchange_remaining(self, program: RankProgram, code: int) -> None:
         """Exchange the messages of the step that follow a failed action, so that all ranks can take another step."""
-        failed_at, part, monitor = time.time(), self._part, self._groups.monitor
+        failed_at, model_part, monitor = time.time(), self._model_part, self._groups.monitor
         assert monitor is not None
         assert self._runner.step is not None
         if self._transport.problem is not None or monitor.has_lost_contact or self._runner.probe is not None:
             return
-        if self._groups.num_pipelines > 1 or part.sharded.modules:
+        if self._groups.num_pipelines > 1 or model_part.sharded.modules:
             # Passes and losses communicate with other pipelines.
             return
         try:
             exchange_remaining(program, code)
             self._transport.run_check()
             if self._runner.step.is_training:
-                for reducer in part.reducers:
+                for reducer in model_part.reducers:
                     reducer.finish()
         except Exception as error:
             _LOG.warning("the messages of a failed step could not be exchanged: %s", error)
@@ -645,8 +646,8 @@ class Engine:
             last_bad_gradient = max(in_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.tensor_ranks > 1 and every and number % every == 0:
-            difference = self._part.shared_gradients.differing()
-        new_warnings = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
+            difference = self._model_part.shared_gradients.differing()
+        new_warnings = self._warnings.new(step, self._loss_head, lambda: self._model_part.parameters)
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
         content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()
         sums = (loss, added, len(new_warnings), float(difference is not None))
@@ -667,7 +668,7 @@ class Engine:
         total = (loss + added) / groups.num_pipelines
         outputs = None
         if step.keeps_outputs:
-            outputs = share_outputs(groups, self._last_rank, self._part.device, lambda: self._merge_outputs(step))
+            outputs = share_outputs(groups, self._last_rank, self._model_part.device, lambda: self._merge_outputs(step))
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
         if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
@@ -697,7 +698,7 @@ class Engine:
                 values = read_scalars([losses[name] for losses in step.named_losses.values()])
                 pairs = zip((weights[name][index] for index in step.named_losses), values, strict=True)
                 totals.append(sum(weight * value for weight, value in pairs if weight))
-            means = self._part.replicas.sum(torch.tensor(totals, dtype=torch.float64)) / self._groups.num_replicas
+            means = self._model_part.replicas.sum(torch.tensor(totals, dtype=torch.float64)) / self._groups.num_replicas
             means_by_name = dict(zip(sorted(weights), means.tolist(), strict=True))
             text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})
         found: dict[str, tuple[float, Sequence[float]]] = json.loads(self._groups.broadcast_text(text, self._last_rank))
@@ -762,7 +763,7 @@ class Engine:
             weights=step.weights,
             weights_by_loss=step.weights_by_loss,
         )
-        with NonfiniteProbe(self._part.stages).active() as probe:
+        with NonfiniteProbe(self._model_part.stages).active() as probe:
             self._runner.probe = probe
             try:
                 self._run_training(again, compiled, False)

@@ -28,7 +28,7 @@ from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
 from penstock.stages import StageRun
 
 _LOG = logging.getLogger(__name__)
-Run = Callable[[], None]
+Call = Callable[[], None]
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
 _MEMORY_HINT = "more microbatches, recompute='full', more ranks, or a schedule that holds less (1f1b, v_half, v_min)"
@@ -121,9 +121,9 @@ class PassRunner(Protocol):
 class StageRunner:
     """Runs the passes of this process's stages; `step` is the step that they belong to."""
 
-    def __init__(self, part: ModelPart, last_stage: int, loss_head: LossHead) -> None:
-        self._part, self._last_stage, self._loss_head = part, last_stage, loss_head
-        self.has_replicas = part.groups.num_replicas > 1
+    def __init__(self, model_part: ModelPart, last_stage: int, loss_head: LossHead) -> None:
+        self._model_part, self._last_stage, self._loss_head = model_part, last_stage, loss_head
+        self.has_replicas = model_part.groups.num_replicas > 1
         self.step: Step | None = None
         self.probe: NonfiniteProbe | None = None
         """set while a step is run again to find where NaN or Inf came from"""
@@ -136,8 +136,8 @@ class StageRunner:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._part.sharded.modules:
-            self._part.sharded.wait(stage)
+        if stage in self._model_part.sharded.modules:
+            self._model_part.sharded.wait(stage)
         incoming: dict[str, Any] = {}
         for names, slot in stage_pass.sources:
             incoming.update(zip(names, slot.take(), strict=True))
@@ -147,12 +147,12 @@ class StageRunner:
         # Not a context manager: this runs for every pass.
         token = ADDED_COLLECTOR.set(added.append)
         try:
-            seed, part = DrawSeed(step.seed, microbatch), self._part.stages[stage]
+            seed, module = DrawSeed(step.seed, microbatch), self._model_part.stages[stage]
             if probe is None:
-                run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
+                run = StageRun(module, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
             else:
                 with call_hook(probe.check_call):
-                    run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
+                    run = StageRun(module, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
         finally:
             ADDED_COLLECTOR.reset(token)
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
@@ -185,8 +185,8 @@ class StageRunner:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._part.sharded.modules:
-            self._part.sharded.before_backward(stage)
+        if stage in self._model_part.sharded.modules:
+            self._model_part.sharded.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
             gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.gradient_scale)
@@ -220,19 +220,19 @@ class StageRunner:
 
     def can_split(self, stage: int) -> bool:
         """Whether backward may be split: not in a sharded stage, as FSDP reduces gradients at the end of backward."""
-        return stage not in self._part.sharded.modules
+        return stage not in self._model_part.sharded.modules
 
     def reduce(self, stage: int) -> None:
         """Start averaging the gradients of the stage over the replicas, after its last microbatch."""
-        self._part.replicas.start(stage)
+        self._model_part.replicas.start(stage)
 
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of the stage."""
-        self._part.sharded.unshard(stage)
+        self._model_part.sharded.unshard(stage)
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of the stage's parameters."""
-        self._part.sharded.reshard(stage)
+        self._model_part.sharded.reshard(stage)
 
     def clear(self) -> None:
         """Drop the forwards that a failed step has left."""
@@ -243,9 +243,9 @@ class CompiledAction(NamedTuple):
     """One action, ready to run."""
 
     code: int
-    run: Run | None = None
+    run: Call | None = None
     """None if there is nothing to do, as for a message without content"""
-    waits: tuple[Run, ...] = ()
+    waits: tuple[Call, ...] = ()
     """to be called before `run`"""
     recv_slots: tuple[RecvSlot, ...] = ()
     """the messages that it waits for"""
@@ -265,7 +265,7 @@ class RankProgram:
     local_slots: tuple[LocalSlot, ...]
 
     @cached_property
-    def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
+    def busy(self) -> tuple[tuple[int, tuple[Call, ...], bool, Call], ...]:
         """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
         return tuple(
             (action.code, action.waits, action.is_reported, action.run)

@@ -59,8 +59,8 @@ class BatchSender:
     read. All ranks use signatures in the same order, so they also drop the same least recently used ones.
     """
 
-    def __init__(self, part: ModelPart, plan: Plan, split: Split) -> None:
-        self._part, self._plan, self._split = part, plan, split
+    def __init__(self, model_part: ModelPart, plan: Plan, split: Split) -> None:
+        self._model_part, self._plan, self._split = model_part, plan, split
         self._signatures: LruCache[int, BatchSignature] = LruCache()
         """by index"""
         self._indices: dict[tuple[str, tuple[Recording, ...]], int] = {}
@@ -90,8 +90,8 @@ class BatchSender:
         """On rank 0: send each rank the tensors that it needs."""
         index = outgoing.signature_index
         if self._signatures.find(index) is None:
-            self._part.groups.broadcast_text(outgoing.structure, 0)
-        send_tensors(self._part.groups, outgoing.tensors, lambda rank: self._needed_by(index, rank))
+            self._model_part.groups.broadcast_text(outgoing.structure, 0)
+        send_tensors(self._model_part.groups, outgoing.tensors, lambda rank: self._needed_by(index, rank))
         self._keep_signature(index, outgoing.structure, outgoing.split, outgoing.batch)
         return outgoing.split
 
@@ -100,10 +100,10 @@ class BatchSender:
 
         `own_target` is used if the batch has no target.
         """
-        groups, known = self._part.groups, self._signatures.find(index)
+        groups, known = self._model_part.groups, self._signatures.find(index)
         structure = groups.broadcast_text("", 0) if known is None else known.structure
         build, buffers = read_structure(structure)
-        buffers = [buffer.to(self._part.device) for buffer in buffers]
+        buffers = [buffer.to(self._model_part.device) for buffer in buffers]
         batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank))))
         recordings = None if known is None else known.recordings
         split = self._split(batch, recordings)
@@ -135,7 +135,7 @@ class BatchSender:
         """Keep the signature of a batch for `commit`, if it is new."""
         self._new = None
         if index not in self._signatures:
-            named = named_inputs(self._part.captured.model.forward, batch[0], batch[1])
+            named = named_inputs(self._model_part.captured.model.forward, batch[0], batch[1])
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             cuts = split.microbatches[0].cuts
