@@ -780,8 +780,8 @@ class Pipeline:
         lines.append(f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters")
         if groups.num_replicas > 1:
             lines.append(f"replica {groups.replica} of {groups.num_replicas}")
-        if groups.tensor_ranks > 1:
-            lines.append(f"tensor-parallel rank {groups.pipeline % groups.tensor_ranks} of {groups.tensor_ranks}")
+        if groups.num_tensor_ranks > 1:
+            lines.append(f"tensor-parallel rank {groups.tensor_rank} of {groups.num_tensor_ranks}")
         for shared in part.tied.tied:
             ranks = ", ".join(map(str, shared.ranks))
             lines.append(f"{shared.name} is used on ranks {ranks}: its gradients are summed")

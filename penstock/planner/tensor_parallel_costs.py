@@ -2,7 +2,7 @@
 
 A node with matrices, such as a block, is split: its seconds, its matrices and the activations inside it are divided by
 the degree, and its collectives are added to forward and backward. Values between nodes stay whole, as in the runtime
-(`runtime/distributed_parameters.py`). With sequence parallelism, as in Megatron, they are split too.
+(`runtime/tensor_parallel.py`). With sequence parallelism, as in Megatron, they are split too.
 """
 
 from dataclasses import dataclass, replace

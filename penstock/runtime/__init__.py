@@ -23,7 +23,7 @@ What a Pipeline is made of before its first step:
     model_part.py              the stages of this rank, and their state
     meta_init.py               models on the meta device
     initial_weights.py         checks that ranks start with the same weights
-    distributed_parameters.py  parameters that are distributed over ranks, as DTensors
+    tensor_parallel.py         parameters that are sharded over ranks, as DTensors; fsdp.py: stages with FSDP
     stale_weights.py           refuses the user's model while other ranks train parts of it
     scaler.py                  GradScaler
 
@@ -39,7 +39,6 @@ from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
-from penstock.runtime.distributed_parameters import shard_like, whole
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import Call, RankProgram, located_error, watch_step
 from penstock.runtime.gradients import (
@@ -64,6 +63,7 @@ from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
+from penstock.runtime.tensor_parallel import shard_like
 from penstock.runtime.token_budget import balanced_shares
 from penstock.runtime.transports import (
     MessageKey,

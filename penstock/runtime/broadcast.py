@@ -11,9 +11,9 @@ from torch import Tensor
 from penstock.capture import dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
-from penstock.runtime.distributed_parameters import whole
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
+from penstock.runtime.tensor_parallel import full_tensor
 
 _REFUSED = "refused: "
 
@@ -105,7 +105,7 @@ def gather_tensors(
 
     Sharded tensors are gathered. If several ranks have a name, the tensor of the first of them is returned.
     """
-    detached = {name: whole(tensor).detach() for name, tensor in tensors.items()}
+    detached = {name: full_tensor(tensor).detach() for name, tensor in tensors.items()}
     if groups.is_local:
         return {name: tensor.cpu().clone() for name, tensor in detached.items()}
     gathered: dict[str, Tensor] = {}

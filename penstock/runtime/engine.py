@@ -32,7 +32,6 @@ from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import BATCH_INTERVAL, Agreement, checksum, describe_batch, different_batches
 from penstock.runtime.compile import CompiledStep, StepCompiler
-from penstock.runtime.distributed_parameters import raise_on_all_ranks
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -52,6 +51,7 @@ from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
 from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.tensor_parallel import raise_on_all_ranks
 from penstock.runtime.token_budget import (
     TokenBudget,
     check_losses,
@@ -89,7 +89,7 @@ class Engine:
         self._transport = make_transport(groups, model_part.device, options.transport)
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         moves = AddShardMoves(options.max_active_stages)
-        passes = (*DEFAULT_PASSES, moves) if model_part.sharded.modules else DEFAULT_PASSES
+        passes = (*DEFAULT_PASSES, moves) if model_part.fsdp.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, model_part.describe)
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
@@ -220,7 +220,7 @@ class Engine:
         vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
         pair, kind = None, None
         with self._errors_on_all_ranks(vote_request if votes else request):
-            if self._model_part.replicas_share_parameters or groups.tensor_ranks > 1:
+            if self._model_part.replicas_share_parameters or groups.num_tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and not has_no_batch(batch):
@@ -265,7 +265,7 @@ class Engine:
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
         seed = self._seed = mix_seed(self._options.seed, request.step, self._groups.replica)
-        if self._groups.tensor_ranks > 1:
+        if self._groups.num_tensor_ranks > 1:
             self._compare_shared_batches(batch, request)
         self._num_to_record = 0
         if self._model_part.replicas_share_parameters:
@@ -307,14 +307,14 @@ class Engine:
                 batch_checksum = checksum([leaves])
         result = self._sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
         for index, own_sums in enumerate(result.sums_by_pipeline):
-            first = index - index % groups.tensor_ranks
+            first = index - index % groups.num_tensor_ranks
             if own_sums != result.sums_by_pipeline[first]:
                 text = json.dumps(describe_batch(leaves))
                 texts = [groups.broadcast_text_to_peers(text, pipeline) for pipeline in (first, index)]
                 difference = different_batches([json.loads(found) for found in texts])
                 raise RunError(
                     "tensor-parallel ranks were given different batches",
-                    replica=index // groups.tensor_ranks,
+                    replica=index // groups.num_tensor_ranks,
                     tensor_ranks=(0, index - first),
                     **({"input": difference.values["input"]} if "input" in difference.values else {}),
                     hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
@@ -527,7 +527,7 @@ class Engine:
         if losses not in (0.0, count):
             raise RunError(
                 "some replicas have a target or labels and others do not",
-                with_loss=int(losses) // self._groups.tensor_ranks,
+                with_loss=int(losses) // self._groups.num_tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",
             ).on_all_ranks()
@@ -536,8 +536,8 @@ class Engine:
     def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
         self._snapshot.take()
-        if self._model_part.sharded.modules:
-            self._model_part.sharded.begin_step(len(step.microbatches))
+        if self._model_part.fsdp.modules:
+            self._model_part.fsdp.begin_step(len(step.microbatches))
         times = self._execute(step, compiled, records)
         for reducer in self._model_part.reducers:
             reducer.finish()
@@ -546,7 +546,7 @@ class Engine:
     def _undo(self) -> None:
         """Restore gradients and buffers to their values before the step."""
         self._model_part.replicas.clear()
-        self._model_part.sharded.clear()
+        self._model_part.fsdp.clear()
         self._snapshot.restore()
 
     def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
@@ -590,7 +590,7 @@ class Engine:
         assert self._runner.step is not None
         if self._transport.problem is not None or monitor.has_lost_contact or self._runner.probe is not None:
             return
-        if self._groups.num_pipelines > 1 or model_part.sharded.modules:
+        if self._groups.num_pipelines > 1 or model_part.fsdp.modules:
             # Passes and losses communicate with other pipelines.
             return
         try:
@@ -645,8 +645,8 @@ class Engine:
             first_bad_output = min(in_outputs, default=math.inf)
             last_bad_gradient = max(in_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
-        if step.is_training and groups.tensor_ranks > 1 and every and number % every == 0:
-            difference = self._model_part.shared_gradients.differing()
+        if step.is_training and groups.num_tensor_ranks > 1 and every and number % every == 0:
+            difference = self._model_part.replicated_gradients.differing()
         new_warnings = self._warnings.new(step, self._loss_head, lambda: self._model_part.parameters)
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
         content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()

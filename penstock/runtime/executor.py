@@ -136,8 +136,8 @@ class StageRunner:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._model_part.sharded.modules:
-            self._model_part.sharded.wait(stage)
+        if stage in self._model_part.fsdp.modules:
+            self._model_part.fsdp.wait(stage)
         incoming: dict[str, Any] = {}
         for names, slot in stage_pass.sources:
             incoming.update(zip(names, slot.take(), strict=True))
@@ -185,8 +185,8 @@ class StageRunner:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._model_part.sharded.modules:
-            self._model_part.sharded.before_backward(stage)
+        if stage in self._model_part.fsdp.modules:
+            self._model_part.fsdp.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
             gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.gradient_scale)
@@ -219,8 +219,8 @@ class StageRunner:
             run.weight_grad()
 
     def can_split(self, stage: int) -> bool:
-        """Whether backward may be split: not in a sharded stage, as FSDP reduces gradients at the end of backward."""
-        return stage not in self._model_part.sharded.modules
+        """Whether backward may be split: not in a stage with FSDP, which reduces gradients at the end of backward."""
+        return stage not in self._model_part.fsdp.modules
 
     def reduce(self, stage: int) -> None:
         """Start averaging the gradients of the stage over the replicas, after its last microbatch."""
@@ -228,11 +228,11 @@ class StageRunner:
 
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of the stage."""
-        self._model_part.sharded.unshard(stage)
+        self._model_part.fsdp.unshard(stage)
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of the stage's parameters."""
-        self._model_part.sharded.reshard(stage)
+        self._model_part.fsdp.reshard(stage)
 
     def clear(self) -> None:
         """Drop the forwards that a failed step has left."""

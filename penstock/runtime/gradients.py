@@ -1,8 +1,7 @@
 """Reduces gradients over replicas, tied parameters and shards, and computes and clips their global norm."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -10,23 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle
-from torch.distributed.tensor import DTensor
 
 from penstock.capture import RowSlice
 from penstock.errors import RunError
-from penstock.runtime.distributed_parameters import (
-    ParameterLayout,
-    distributed_like,
-    local_part,
-    resolve_partial,
-    shard_like,
-    stored_entries,
-    whole,
-)
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
+from penstock.runtime.tensor_parallel import (
+    ParameterLayout,
+    full_tensor,
+    is_sharded,
+    local_shard,
+    resolve_partial,
+    shard_like,
+    sharded_like,
+    stored_entries,
+)
 
 
 class ReplicaReducer:
@@ -84,13 +82,13 @@ class ReplicaReducer:
         for work, divisor, flat, parameters in self._started:
             if work is not None:
                 self._groups.wait(work)
-            sizes = [local_part(parameter).numel() for parameter in parameters]
+            sizes = [local_shard(parameter).numel() for parameter in parameters]
             *parts, flags = torch.split(flat.div_(divisor), [*sizes, len(parameters)])
             for parameter, part, is_present in zip(parameters, parts, flags.tolist(), strict=True):
                 # A parameter that no replica used has no gradient, as in plain training.
                 if is_present:
-                    local = part.view_as(local_part(parameter)).clone()
-                    parameter.grad = distributed_like(local, parameter)
+                    local = part.view_as(local_shard(parameter)).clone()
+                    parameter.grad = sharded_like(local, parameter)
         self._started.clear()
 
     def clear(self) -> None:
@@ -109,8 +107,8 @@ class ReplicaReducer:
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(local_part(parameter)).flatten()
-    return _dense(local_part(gradient)).flatten()
+        return torch.zeros_like(local_shard(parameter)).flatten()
+    return _dense(local_shard(gradient)).flatten()
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -151,7 +149,7 @@ class TiedReducer:
             owner, *others = tied.ranks
             gradient = tied.parameter.grad
             # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
-            total = None if gradient is None else _dense(whole(gradient))
+            total = None if gradient is None else _dense(full_tensor(gradient))
             if self._groups.rank != owner:
                 send_tensor(self._groups, total, owner)
                 total = receive_tensor(self._groups, tied.parameter, owner)
@@ -254,82 +252,6 @@ def receive_tensor(groups: ProcessGroups, like: Tensor, rank: int) -> Tensor | N
     return to_device(tensor, like.device)
 
 
-class ShardedStages:
-    """The stages that `fully_shard` was applied to: gathers their parameters and reduces gradients once per step."""
-
-    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
-        modules = {i: [m for m in stage.modules() if isinstance(m, FSDPModule)] for i, stage in stages.items()}
-        self.modules = {index: sharded for index, sharded in modules.items() if sharded}
-        """by stage; empty if no stage is sharded"""
-        self._num_left: dict[int, int] = {}
-        """backwards that each stage still has to run in this step"""
-        self._gathers: dict[int, list[UnshardHandle]] = {}
-        """by stage, the gathers that no pass has waited for yet"""
-
-    def begin_step(self, num_microbatches: int) -> None:
-        """Keep gradients local until the last microbatch."""
-        for stage, modules in self.modules.items():
-            self._num_left[stage] = num_microbatches
-            for module in modules:
-                _set_last_backward(module, False)
-
-    def before_backward(self, stage: int) -> None:
-        """Wait for the parameters; make the last backward of a sharded stage reduce its gradients over the replicas."""
-        self.wait(stage)
-        self._num_left[stage] = self._num_left.get(stage, 0) - 1
-        if not self._num_left[stage]:
-            for module in self.modules[stage]:
-                _set_last_backward(module, True)
-
-    def clear(self) -> None:
-        """Drop the gathered parameters and unreduced gradients of a failed step."""
-        # Pending gathers are not waited for: another replica may have failed before it started them.
-        for modules in self.modules.values():
-            for module in modules:
-                for parameter in module.parameters():
-                    if not isinstance(parameter, DTensor):
-                        parameter.grad = None
-                module.reshard()
-
-    def unshard(self, stage: int) -> None:
-        """Start gathering the parameters of a stage, while other stages compute; every pass waits for them."""
-        if stage in self._gathers:
-            # Left by a failed step; the weights may have changed since.
-            self.reshard(stage)
-        handles = [module.unshard(async_op=True) for module in self.modules.get(stage, ())]
-        self._gathers[stage] = [handle for handle in handles if handle is not None]
-
-    def wait(self, stage: int) -> None:
-        """Wait until the parameters of a stage are gathered."""
-        for handle in self._gathers.pop(stage, ()):
-            handle.wait()
-
-    def reshard(self, stage: int) -> None:
-        """Keep only this rank's shard of the parameters of a stage."""
-        self.wait(stage)
-        for module in self.modules.get(stage, ()):
-            module.reshard()
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Gather the parameters of all stages inside the context."""
-        for stage in self.modules:
-            self.unshard(stage)
-        for stage in self.modules:
-            self.wait(stage)
-        try:
-            yield
-        finally:
-            for stage in self.modules:
-                self.reshard(stage)
-
-
-def _set_last_backward(module: FSDPModule, is_last: bool) -> None:
-    module.set_requires_gradient_sync(is_last, recurse=False)
-    module.set_is_last_backward(is_last)
-    module.set_reshard_after_backward(is_last, recurse=False)
-
-
 def check_clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
     """Check the arguments of clip_grad_norm_; returns `max_norm` and `norm_type` as floats."""
     limit = _number(max_norm)
@@ -379,8 +301,10 @@ def global_norm(
         parts.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
     sums = [0.0, 0.0]
     for gradient, count, part in zip(gradients, copies or [1] * len(gradients), read_scalars(parts), strict=True):
-        is_sharded = isinstance(gradient, DTensor)
-        sums[int(is_sharded)] += part / (count if is_sharded else 1)
+        if is_sharded(gradient):
+            sums[1] += part / count
+        else:
+            sums[0] += part
     result = sync.exchange(request, SyncVote(sums=tuple(sums)))
     total = result.pipeline_sums[0] + result.sums[1]
     return torch.tensor(largest * total ** (1.0 / power), dtype=torch.float64)

@@ -65,8 +65,10 @@ class ProcessGroups:
             self.peers = self.replica_control
         self.pipeline = 0 if self.peers is None else dist.get_rank(self.peers)
         self.num_pipelines = 1 if self.peers is None else dist.get_world_size(self.peers)
-        self.tensor_ranks = max(1, self.num_pipelines // self.num_replicas)
-        """number of pipelines per replica"""
+        self.num_tensor_ranks = max(1, self.num_pipelines // self.num_replicas)
+        """number of pipelines per replica, along the axis "tp" of the mesh"""
+        self.tensor_rank = self.pipeline % self.num_tensor_ranks
+        """position of this pipeline among those of its replica"""
         self.is_first = self.rank == 0 and self.replica == 0 and self.pipeline == 0
 
     @property

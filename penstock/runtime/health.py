@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from penstock.capture import as_real, is_inexact
 from penstock.ir import Graph, Node, leaves
-from penstock.runtime.distributed_parameters import stored_entries
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.tensor_parallel import stored_entries
 from penstock.stages import Stage
 
 INPUT, TARGET, PARAMETER, BUFFER = "input", "target", "parameter", "buffer"

@@ -9,10 +9,10 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
-from penstock.runtime.distributed_parameters import NUM_SAMPLED, sampled, whole
 from penstock.runtime.gradients import TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
+from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled
 
 _HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
@@ -32,7 +32,7 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     names = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if groups.is_local or not names:
         return
-    parameters = {entry.name: whole(entry.parameter.detach()) for entry in tied.tied}
+    parameters = {entry.name: full_tensor(entry.parameter.detach()) for entry in tied.tied}
     sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
     for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
@@ -93,9 +93,9 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
     checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
     if len(set(checksums)) > 1:
         other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])
-        if other % groups.tensor_ranks:
+        if other % groups.num_tensor_ranks:
             problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, other)}
         else:
-            ranks = {"replicas": (0, other // groups.tensor_ranks)}
+            ranks = {"replicas": (0, other // groups.num_tensor_ranks)}
             problem = "the replicas start with different weights"
         raise RunError(problem, **ranks, hint=_HINT)

@@ -14,10 +14,10 @@ from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, listed, transform
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
-from penstock.runtime.distributed_parameters import whole
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
+from penstock.runtime.tensor_parallel import full_tensor
 
 _TRAINING_EFFECT = "gradients are those of a loop over the microbatches"
 _EVALUATION_EFFECT = "the loss is the mean over the microbatches"
@@ -155,7 +155,7 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
-    scalar = whole(loss) if isinstance(loss, DTensor) else loss
+    scalar = full_tensor(loss) if isinstance(loss, DTensor) else loss
     return scalar if scalar.dim() == 0 else scalar.reshape(())
 
 
@@ -168,7 +168,7 @@ def check_gradient(loss: Tensor) -> None:
 
 
 def _detached(leaf: object) -> object:
-    return whole(leaf.detach()) if isinstance(leaf, Tensor) else leaf
+    return full_tensor(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
 
 class MicrobatchWarning(PenstockWarning):

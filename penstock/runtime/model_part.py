@@ -23,18 +23,11 @@ from penstock.capture import (
 )
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
-from penstock.runtime.distributed_parameters import (
-    PartialGradients,
-    SharedGradients,
-    find_layouts,
-    replicas_share_parameters,
-    shard_like,
-)
+from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import (
     ReplicaReducer,
     RowParameter,
     RowReducer,
-    ShardedStages,
     TiedParameter,
     TiedReducer,
     receive_tensor,
@@ -48,6 +41,13 @@ from penstock.runtime.initial_weights import (
     parameter_ranks,
 )
 from penstock.runtime.meta_init import is_meta, materialize
+from penstock.runtime.tensor_parallel import (
+    PartialGradients,
+    ReplicatedGradients,
+    find_layouts,
+    replicas_share_parameters,
+    shard_like,
+)
 from penstock.stages import CutModel, Stage
 
 _STATE_HINT = "the state dict of the whole model, or of this rank"
@@ -105,9 +105,9 @@ class ModelPart:
             # After `parallelize`: the loss module is not called in the forward of the stage that FSDP would wrap.
             for name, module in loss_parts.named_children():
                 last_stage.add_module(name, module)
-        self.sharded = ShardedStages(self.stages)
+        self.fsdp = FsdpStages(self.stages)
         # Recording runs the model as a whole, which needs whole parameters.
-        self.captured.recording_context = self.sharded.gathered
+        self.captured.recording_context = self.fsdp.gathered
         self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights, plan.graph.tied)
         """how each parameter is distributed over the ranks with the same stages"""
         self.replicas_share_parameters = replicas_share_parameters(groups, self.layouts)
@@ -127,7 +127,7 @@ class ModelPart:
         reducers = (self.replicas, partial, self.tied, self.rows)
         self.reducers = [reducer for reducer in reducers if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
-        self.shared_gradients = SharedGradients(groups, self.parameters)
+        self.replicated_gradients = ReplicatedGradients(groups, self.parameters)
         if self.has_weights:
             check_tied_weights(plan, self.tied, groups)
 

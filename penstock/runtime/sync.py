@@ -242,7 +242,7 @@ class RankSync:
         key = _Key(pipeline_row.key.number, pipeline_row.key.step, digest, agreement.digest)
         pipelines.start(_Row(key, pipeline_row.text, agreement.num_bytes, pipeline_row.sums, pipeline_row.maxes).pack())
         rows = _rows(pipelines.finish())
-        kind = "replica" if self._groups.tensor_ranks == 1 else "pipeline"
+        kind = "replica" if self._groups.num_tensor_ranks == 1 else "pipeline"
         other = _problem(pipelines, rows, SyncVote(agreement), kind)
         if other is not None and problem is None:
             raise other

@@ -23,7 +23,8 @@ from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
 from penstock.runtime.compile import Edges, compile_rank
 from penstock.runtime.executor import LOSS, LocalSlot, Pass, RankProgram, execute
-from penstock.runtime.gradients import ReplicaReducer, ShardedStages
+from penstock.runtime.fsdp import FsdpStages
+from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.transports import DescribedTransport, make_transport
@@ -77,7 +78,7 @@ class UserStageRunner:
         self.stages, self._last_stage = dict(stages), num_stages - 1
         self.is_training = False
         modules = {index: stage.module for index, stage in stages.items() if stage.module is not None}
-        self.sharded = ShardedStages(modules)
+        self.fsdp = FsdpStages(modules)
         self._replicated = {
             index: [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
             for index, module in modules.items()
@@ -101,7 +102,7 @@ class UserStageRunner:
     def forward(self, stage_pass: Pass) -> None:
         """Run a stage on the values that it received; pass on what it returns."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
-        self.sharded.wait(index)
+        self.fsdp.wait(index)
         stage, received, is_local = self.stages[index], [], False
         for _, slot in stage_pass.sources:
             received += [value for value in slot.take() if value is not None]
@@ -159,8 +160,8 @@ class UserStageRunner:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its inputs."""
         key = index, microbatch = stage_pass.stage, stage_pass.microbatch
         stage = self.stages[index]
-        if index in self.sharded.modules:
-            self.sharded.before_backward(index)
+        if index in self.fsdp.modules:
+            self.fsdp.before_backward(index)
         gradients: dict[str, Tensor | None] = {}
         if key in self._loss_gradients:
             gradients[LOSS] = self._loss_gradients.pop(key)
@@ -195,8 +196,8 @@ class UserStageRunner:
             compute()
 
     def can_split(self, stage: int) -> bool:
-        """Whether backward may be split: not in a sharded stage, as FSDP reduces gradients at the end of backward."""
-        return stage not in self.sharded.modules
+        """Whether backward may be split: not in a stage with FSDP, which reduces gradients at the end of backward."""
+        return stage not in self.fsdp.modules
 
     def reduce(self, stage: int) -> None:
         """Start averaging the gradients of modules wrapped in DistributedDataParallel, after the last microbatch."""
@@ -208,18 +209,18 @@ class UserStageRunner:
 
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of the stage."""
-        self.sharded.unshard(stage)
+        self.fsdp.unshard(stage)
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of the stage's parameters."""
-        self.sharded.reshard(stage)
+        self.fsdp.reshard(stage)
 
     def begin(self, is_training: bool, num_microbatches: int) -> None:
         """Prepare a step."""
         self.clear()
         self.is_training = is_training
-        if is_training and self.sharded.modules:
-            self.sharded.begin_step(num_microbatches)
+        if is_training and self.fsdp.modules:
+            self.fsdp.begin_step(num_microbatches)
 
     def finish(self) -> None:
         """Wait for the averages over replicas."""

@@ -1,7 +1,8 @@
-"""How each parameter is distributed over the ranks that have the same stages, after `parallelize_fn` was applied.
+"""Tensor parallelism inside stages: parameters that `parallelize_fn` sharded over ranks, as DTensors.
 
-A parameter is either plain, and then equal on all of these ranks, or a DTensor of which each rank has a shard. From
-that follow the replicas over which its gradient is summed, and how many ranks would count it in a norm.
+A parameter is plain, and then equal on all ranks that have its stage, or sharded: a DTensor of which each rank has a
+shard, along the axis "tp" of the mesh, or over replicas, as experts ("ep") and parameters of FSDP are. The shards
+decide over which replicas the gradient is summed, and how many ranks would count it in a norm (`ParameterLayout`).
 """
 
 import json
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from penstock.errors import RunError
 from penstock.runtime.agreement import checksum, sample
+from penstock.runtime.fsdp import averaged_by_fsdp
 from penstock.runtime.groups import ProcessGroups
 
 NUM_SAMPLED = 1024
@@ -44,32 +45,37 @@ class ParameterLayout:
         return self.group is not None or self.divisor != 1.0
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank has a shard of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def stored_entries(tensor: Tensor) -> Tensor:
     """The entries that this rank stores: of a DTensor its shard, of a sparse tensor those that are not left out."""
-    tensor = local_part(tensor)
+    tensor = local_shard(tensor)
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def distributed_like(local: Tensor, other: Tensor) -> Tensor:
-    """A tensor with the given local part that is distributed like another one."""
+def sharded_like(local: Tensor, other: Tensor) -> Tensor:
+    """The tensor of which this rank has the shard `local`, sharded like another one; `local` if that is plain."""
     if not isinstance(other, DTensor):
         return local
     mesh, placements = other.device_mesh, other.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor of which a DTensor has a shard, a collective call; a plain tensor itself."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, a collective call; a plain tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, other: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out like `other`; the tensor itself if `other` is not sharded."""
+    """This rank's shard of a whole tensor, sharded like `other`; the tensor itself if `other` is plain."""
     if isinstance(other, DTensor) and not isinstance(value, DTensor):
         # Every rank has the whole tensor, so nothing needs to be sent.
         return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
@@ -78,7 +84,7 @@ def shard_like(value: Tensor, other: Tensor) -> Tensor:
 
 def sampled(tensor: Tensor) -> Tensor:
     """Some entries of a tensor or shard. A few are enough: weights of another seed differ everywhere."""
-    return sample(local_part(tensor.detach()), NUM_SAMPLED)
+    return sample(local_shard(tensor.detach()), NUM_SAMPLED)
 
 
 class PartialGradients:
@@ -133,13 +139,13 @@ def find_layouts(
         if untied is not None:
             raise untied
         return {parameter: ParameterLayout() for _, parameter in named}
-    averaged = _averaged_by_fsdp(stages)
+    averaged = averaged_by_fsdp(stages)
     problem = untied or _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages, averaged)
     rows, difference = _gather_hashes(groups, named, has_weights)
     raise_on_all_ranks(groups, problem or difference)
     replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
-    # The pipelines of all replicas that have the same part of the tensors as this one.
-    alike = range(groups.pipeline % groups.tensor_ranks, groups.num_pipelines, groups.tensor_ranks)
+    # The pipelines of all replicas that have the same shards along the axis "tp" as this one.
+    alike = range(groups.tensor_rank, groups.num_pipelines, groups.num_tensor_ranks)
     subgroups: dict[tuple[int, ...], Any] = {}
     layouts: dict[nn.Parameter, ParameterLayout] = {}
     for index, (_, parameter) in enumerate(named):
@@ -180,22 +186,6 @@ def _subgroup(groups: ProcessGroups, ranks: Sequence[int]) -> Any:
     # Only the members call this, all of them in the order of their common parameters.
     backend = dist.get_backend(groups.replicas)
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-
-
-def _averaged_by_fsdp(stages: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[set[int], float]]:
-    """The parameters whose gradients FSDP reduces: over which ranks, and by what it divides the sum."""
-    averaged: dict[nn.Parameter, tuple[set[int], float]] = {}
-    for stage in stages:
-        for module in stage.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            # FSDP has no public query for the mesh that a module was given.
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
-                factor = group.gradient_divide_factor or len(ranks)
-                for managed in group.fsdp_params:
-                    averaged[managed.sharded_param] = ranks, factor
-    return averaged
 
 
 def _untied(stages: Sequence[nn.Module], tied: Iterable[Sequence[str]]) -> RunError | None:
@@ -256,8 +246,8 @@ def _tensor_parallel_replicas(
     return None
 
 
-class SharedGradients:
-    """Compares gradients of plain parameters between tensor-parallel ranks: they must be equal, as the batch is.
+class ReplicatedGradients:
+    """Compares gradients of plain parameters between tensor-parallel ranks: they must be equal, as the batches are.
 
     They differ if a module without a plan, such as a norm, is given another part of the sequence on each rank: then
     each rank has the gradient of its part.
@@ -266,7 +256,7 @@ class SharedGradients:
     def __init__(self, groups: ProcessGroups, parameters: Mapping[str, nn.Parameter]) -> None:
         self._groups = groups
         shared = {name: p for name, p in parameters.items() if p.requires_grad and not isinstance(p, DTensor)}
-        self._parameters = shared if groups.tensor_ranks > 1 else {}
+        self._parameters = shared if groups.num_tensor_ranks > 1 else {}
 
     def differing(self) -> RunError | None:
         """The error for the first parameter whose gradient differs; a collective call of the ranks with this stage."""
@@ -277,13 +267,13 @@ class SharedGradients:
             torch.zeros_like(values) if p.grad is None else values
             for values, p in zip(samples, self._parameters.values(), strict=True)
         ]
-        ranks = self._groups.tensor_ranks
-        first = self._groups.pipeline - self._groups.pipeline % ranks
-        rows = self._groups.gather_peers(torch.cat(gradients))[first : first + ranks]
-        parts = torch.split(rows, [len(values) for values in gradients], dim=1)
-        for name, part in zip(self._parameters, parts, strict=True):
+        first = self._groups.pipeline - self._groups.tensor_rank
+        rows = self._groups.gather_peers(torch.cat(gradients))[first : first + self._groups.num_tensor_ranks]
+        columns = torch.split(rows, [len(values) for values in gradients], dim=1)
+        for name, entries in zip(self._parameters, columns, strict=True):
             # Rounding may differ; gradients of different parts of a sequence differ as much as they are large.
-            if part.numel() and bool(((part - part[0]).abs().max() > _MAX_DIFFERENCE * part.abs().max()).item()):
+            difference = (entries - entries[0]).abs()
+            if entries.numel() and bool((difference.max() > _MAX_DIFFERENCE * entries.abs().max()).item()):
                 return RunError(
                     "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
                     name=name,
