@@ -116,6 +116,16 @@ def is_whole(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--whole"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_advice() -> Iterator[None]:
+    """Every training ends with a report, which searches for a better order: here the search need not be thorough."""
+    from penstock.api import report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "SEARCH_SECONDS", 0.05)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Any]:
     """Pools of processes to run jobs on, by number of ranks."""

@@ -4,6 +4,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,28 @@ from penstock.launch import scratch
 DEADLINE_SECONDS = 300
 
 
-@pytest.fixture
-def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files; at the end of the test it must be empty, and all child processes gone."""
-    directory = tmp_path / "temporary"
+@contextmanager
+def nothing_left(directory: Path) -> Iterator[None]:
+    """Make the directory the one for temporary files; in the end it must be empty, and all child processes gone."""
     directory.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    monkeypatch.setattr(scratch, "_IN_MEMORY", directory)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    before = children()
-    signal.alarm(DEADLINE_SECONDS)
-    yield directory
-    signal.alarm(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(directory))
+        patch.setattr(scratch, "_IN_MEMORY", directory)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        before = children()
+        signal.alarm(DEADLINE_SECONDS)
+        yield
+        signal.alarm(0)
     assert children() <= before
     assert list(directory.iterdir()) == []
+
+
+@pytest.fixture
+def tidy(tmp_path: Path) -> Iterator[Path]:
+    """The directory for temporary files of a test that must leave no file and no process."""
+    directory = tmp_path / "temporary"
+    with nothing_left(directory):
+        yield directory
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,7 +45,11 @@ class Deadline:
 
 
 class Pool:
-    """The ranks of one process group; `run` gives all of them the same job."""
+    """The ranks of one process group; `run` gives all of them the same job.
+
+    Between jobs the processes are stopped: every process group that they have made has threads that wake up 100 times a
+    second, and idle pools would take a tenth of a core.
+    """
 
     def __init__(self, ranks: int, directory: Path) -> None:
         self._directory = directory
@@ -56,6 +60,7 @@ class Pool:
         self._pids: list[int] = []
         self._thread.start()
         self._pids = self._results(Deadline(_START_SECONDS))
+        self._signal(signal.SIGSTOP)
 
     def _launch(self) -> None:
         # A pool that was killed has already failed the test that did it.
@@ -67,9 +72,12 @@ class Pool:
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE_SECONDS) -> list[Any]:
         """The results of `fn(*args)`, a function at the top of a module, on every rank."""
         job = serialization.pack((fn.__module__, fn.__qualname__, args))
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send_bytes(job)
-        return self._results(Deadline(deadline))
+        results = self._results(Deadline(deadline))
+        self._signal(signal.SIGSTOP)
+        return results
 
     @property
     def is_alive(self) -> bool:
@@ -79,6 +87,7 @@ class Pool:
     def close(self) -> None:
         """End the processes."""
         if self.is_alive:
+            self._signal(signal.SIGCONT)
             for connection in self._connections:
                 connection.send_bytes(serialization.pack(None))
             self._thread.join(_EXIT_SECONDS)
@@ -111,20 +120,21 @@ class Pool:
 
     def _stacks(self, late: list[int]) -> str:
         """The stacks of the late ranks."""
-        for rank in late if self._pids else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], signal.SIGUSR1)
+        self._signal(signal.SIGUSR1, late)
         time.sleep(_STACK_SECONDS)
         return "\n".join(
             f"stacks of {path.name}:\n{path.read_text()}" for path in sorted(self._directory.glob("rank*.stacks"))
         )
 
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Signal some or all ranks; after the pool has ended, their pids may be those of others."""
+        for rank, pid in enumerate(self._pids if self._thread.is_alive() else ()):
+            if ranks is None or rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
     def _kill(self) -> None:
-        for pid in self._pids if self._thread.is_alive() else ():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        self._signal(signal.SIGKILL)
         for connection in self._connections:
             connection.close()
         self._thread.join(_EXIT_SECONDS)

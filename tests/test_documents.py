@@ -36,10 +36,10 @@ VERBS += [*GROUPS, *(f"{name} {command.callback.__name__}" for name, own in GROU
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _quick_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and examples plan as users do; here no search needs to be thorough."""
-    from penstock.api.plan import plan
+    from penstock.api.plan import plan  # loads torch
 
     monkeypatch.setitem(plan.__kwdefaults__, "budget_seconds", 0.1)
     # The commands pass a budget of their own.
@@ -84,6 +84,7 @@ def test_make_targets_exist(page: Path) -> None:
     assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
 
 
+@pytest.mark.usefixtures("_quick_searches")
 def test_the_commands_of_the_readme_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ours = [shlex.split(command)[1:] for command in commands(README) if command.startswith("penstock ")]
@@ -97,6 +98,7 @@ def smaller(code: str) -> str:
     return code.replace("1024", "128").replace("256", "32")
 
 
+@pytest.mark.usefixtures("_quick_searches")
 def test_the_commands_of_the_tutorial_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = DOCS / "tutorial.md"
     monkeypatch.chdir(tmp_path)
@@ -127,6 +129,7 @@ def run_python(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_quick_searches")
 def test_the_python_of_the_readme_prints_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, code = blocks(README, "python")
     _, _, output = code.rpartition("  # ")
@@ -134,12 +137,14 @@ def test_the_python_of_the_readme_prints_its_output(tmp_path: Path, capsys: pyte
 
 
 # The last block of the tutorial imports its first one.
+@pytest.mark.usefixtures("_quick_searches")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "tutorial.md"], ids=lambda page: page.name)
 def test_every_python_block_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code in blocks(page, "python"):
         run_python(code, tmp_path, capsys)
 
 
+@pytest.mark.usefixtures("_quick_searches")
 def test_the_tutorial_ends_with_the_readers_model_trained_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +170,7 @@ def test_every_call_in_the_tables_for_users_of_other_libraries_runs() -> None:
 SLOW_EXAMPLES = {"gpt", "hf_llama", "hf_trainer", "resnet", "t5", "tensor_parallel", "custom_schedule"}
 
 
+@pytest.mark.usefixtures("_quick_searches")
 @pytest.mark.parametrize(
     "example", some([path for path in EXAMPLES if path.stem not in SLOW_EXAMPLES], EXAMPLES), ids=lambda path: path.stem
 )
@@ -174,6 +180,7 @@ def test_every_example_runs_and_is_short(example: Path, capsys: pytest.CaptureFi
     assert len(text_of(example).splitlines()) < 80
 
 
+@pytest.mark.usefixtures("_quick_searches")
 def test_the_refusal_shown_in_semantics_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(REPOSITORY / "examples" / "custom_schedule.py"), run_name="__main__")
     (refusal,) = blocks(DOCS / "semantics.md", "text")
@@ -330,8 +337,10 @@ def test_files_that_the_architecture_names_relative_to_the_package_exist() -> No
 
 def test_the_recipe_for_a_schedule_works_as_written(tmp_path: Path) -> None:
     """Follow it in a copy, then run on the new schedule whatever tests run over the table."""
+    # With compiled modules, but without files that another worker is still writing and renames.
+    skipped = shutil.ignore_patterns("_build", "*.pyc.*")
     for part in ("penstock", "tests", "docs"):
-        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=skipped)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile"):
         shutil.copy(REPOSITORY / name, tmp_path)
     (code,), (change,) = blocks(CONTRIBUTING, "python"), blocks(CONTRIBUTING, "diff")

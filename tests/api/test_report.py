@@ -9,16 +9,10 @@ from functools import cache
 import pytest
 
 import penstock
-from penstock.api import report as report_module
 from penstock.api.report import advise, contents_of, digest_of
 from penstock.errors import ViewError
 from penstock.ir import Cluster, Plan, Prediction, save_record
 from tests.views.reports import MIB, contents, planned
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "SEARCH_SECONDS", 0.05)
 
 
 @cache

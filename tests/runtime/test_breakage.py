@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import RunError
 from penstock.runtime import sync
+from tests.leftovers import nothing_left
 from tests.plans import quick_plan
 
 RANKS, MICROBATCHES, FAULTY_CALL = 4, 4, 6
@@ -92,6 +95,34 @@ def broken(fault, *places):
     return str(caught.value)
 
 
+class Outcome(NamedTuple):
+    """The results or the error of a launch, and how long it took."""
+
+    results: list[Any]
+    error: str
+    seconds: float
+
+
+def outcome(fn, ranks, *args):
+    start, results, error = time.monotonic(), [], ""
+    try:
+        results = penstock.launch(fn, ranks, *args, timeout=200)
+    except RunError as raised:
+        error = str(raised)
+    return Outcome(results, error, time.monotonic() - start)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The outcomes of launches that sleep or wait for a deadline most of the time: four run at once."""
+    launches = {fn: (fn, 2) for fn in (slow_to_record, sleeps_between_steps, fails_before_its_first_step)}
+    launches |= {fault: (train, RANKS, fault) for fault in (stopped, endless, losing)}
+    launches |= {fn: (fn, 2) for fn in (refused_and_going_on, leaves_early)}
+    with nothing_left(tmp_path_factory.mktemp("launches") / "temporary"), ThreadPoolExecutor(4) as threads:
+        futures = {key: threads.submit(outcome, *launch) for key, launch in launches.items()}
+        return {key: future.result() for key, future in futures.items()}
+
+
 def test_an_exception_shows_the_failing_rank_first_and_one_line_for_each_other():
     text = broken(boom)
     first, *_ = text.splitlines()
@@ -112,15 +143,15 @@ def test_a_killed_rank_is_named_with_its_signal():
 
 
 @pytest.mark.parametrize(("fault", "words"), [(stopped, "its process is stopped"), (endless, "working on 2F1")])
-def test_a_rank_that_hangs_is_found_at_the_deadline(fault, words):
-    text = broken(fault)
+def test_a_rank_that_hangs_is_found_at_the_deadline(outcomes, fault, words):
+    text = outcomes[fault].error
     assert "timed out waiting for" in text
     assert f"rank 2: no progress, {words}" in text
     assert "deadline seconds: 4" in text
 
 
-def test_a_lost_message_is_distinguished_from_a_slow_rank():
-    text = broken(losing)
+def test_a_lost_message_is_distinguished_from_a_slow_rank(outcomes):
+    text = outcomes[losing].error
     assert "timed out waiting for" in text
     assert "message was lost" in text
 
@@ -141,10 +172,9 @@ def leaves_early():
         pipe.step(X, target=Y)
 
 
-def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to():
-    with pytest.raises(RunError) as caught:
-        penstock.launch(leaves_early, 2, timeout=240)
-    assert "rank 0 stopped because rank 1 finished before the start of step 3" in str(caught.value)
+def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to(outcomes):
+    text = outcomes[leaves_early].error
+    assert "rank 0 stopped because rank 1 finished before the start of step 3" in text
 
 
 def sleeps_between_steps():
@@ -158,10 +188,8 @@ def sleeps_between_steps():
         pipe.step(X, target=Y)
 
 
-def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
-    with pytest.raises(RunError) as caught:
-        penstock.launch(sleeps_between_steps, 2)
-    text = str(caught.value)
+def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step(outcomes):
+    text = outcomes[sleeps_between_steps].error
     assert text.startswith("a rank failed (rank: 1, step: 2)")
     assert "rank 1 timed out waiting for the other ranks at the start of step 2 (step: 2, deadline seconds: 4" in text
     assert "rank 0: has not reached the start of step 2, between steps for " in text
@@ -179,14 +207,11 @@ def fails_before_its_first_step():
     time.sleep(240)
 
 
-def test_the_deadline_holds_in_the_first_step_if_one_rank_does_not_take_it():
-    start = time.monotonic()
-    with pytest.raises(RunError) as caught:
-        penstock.launch(fails_before_its_first_step, 2, timeout=200)
-    words = "timed out waiting for the other ranks at the start of step 0 (step: 0, deadline seconds: 3"
-    assert words in str(caught.value)
-    assert "increase RunOptions(deadline_seconds=...), or --deadline" in str(caught.value)
-    assert time.monotonic() - start < 60.0
+def test_the_deadline_holds_in_the_first_step_if_one_rank_does_not_take_it(outcomes):
+    _, text, seconds = outcomes[fails_before_its_first_step]
+    assert "timed out waiting for the other ranks at the start of step 0 (step: 0, deadline seconds: 3" in text
+    assert "increase RunOptions(deadline_seconds=...), or --deadline" in text
+    assert seconds < 60.0
 
 
 def slow_to_record():
@@ -201,8 +226,8 @@ def slow_to_record():
     return float(pipe.step(X, target=Y).loss)
 
 
-def test_a_rank_that_records_or_computes_longer_than_the_deadline_is_awaited_in_the_first_step():
-    first, second = penstock.launch(slow_to_record, 2, timeout=200)
+def test_a_rank_that_records_or_computes_longer_than_the_deadline_is_awaited_in_the_first_step(outcomes):
+    first, second = outcomes[slow_to_record].results
     assert first == second
 
 
@@ -219,8 +244,8 @@ def refused_and_going_on():
     return float(pipe.step(X, target=Y).loss)
 
 
-def test_ranks_continue_after_an_error_that_all_of_them_raised():
-    first, second = penstock.launch(refused_and_going_on, 2)
+def test_ranks_continue_after_an_error_that_all_of_them_raised(outcomes):
+    first, second = outcomes[refused_and_going_on].results
     assert first == second
 
 
