@@ -49,6 +49,17 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+def from_real(tensor: Tensor) -> Tensor:
+    """The complex tensor that `as_real` turned into this one, in the same memory."""
+    return torch.view_as_complex(tensor)
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """The tensor without gradient, dense, and in double precision."""
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 # Shape, gradient and memory
 
 

@@ -83,11 +83,11 @@ class ReplicaReducer:
             if work is not None:
                 self._groups.wait(work)
             sizes = [local_shard(parameter).numel() for parameter in parameters]
-            *parts, flags = torch.split(flat.div_(divisor), [*sizes, len(parameters)])
-            for parameter, part, is_present in zip(parameters, parts, flags.tolist(), strict=True):
+            *averages, flags = torch.split(flat.div_(divisor), [*sizes, len(parameters)])
+            for parameter, average, is_present in zip(parameters, averages, flags.tolist(), strict=True):
                 # A parameter that no replica used has no gradient, as in plain training.
                 if is_present:
-                    local = part.view_as(local_shard(parameter)).clone()
+                    local = average.view_as(local_shard(parameter)).clone()
                     parameter.grad = sharded_like(local, parameter)
         self._started.clear()
 
@@ -155,8 +155,8 @@ class TiedReducer:
                 total = receive_tensor(self._groups, tied.parameter, owner)
             else:
                 for rank in others:
-                    part = receive_tensor(self._groups, tied.parameter, rank)
-                    total = part if total is None else total if part is None else total + part
+                    received = receive_tensor(self._groups, tied.parameter, rank)
+                    total = received if total is None else total if received is None else total + received
                 for rank in others:
                     send_tensor(self._groups, total, rank)
             tied.parameter.grad = None if total is None else shard_like(total, tied.parameter)
@@ -164,13 +164,16 @@ class TiedReducer:
 
 @dataclass(frozen=True)
 class RowParameter:
-    """A parameter that is some rows of another one; each is None on ranks that do not have it."""
+    """A parameter that is some rows of a whole one, as in a split output layer.
+
+    `rows` and `whole` are None on ranks that do not have them.
+    """
 
     name: str
-    rows: RowSlice
-    part: nn.Parameter | None
+    slice: RowSlice
+    rows: nn.Parameter | None
     whole: nn.Parameter | None
-    part_rank: int
+    rows_rank: int
     whole_rank: int | None
     """None: no rank has the whole parameter"""
 
@@ -185,45 +188,45 @@ class RowReducer:
     def __init__(self, groups: ProcessGroups, rows: Sequence[RowParameter]) -> None:
         self._groups = groups
         shared = (row for row in rows if row.whole_rank is not None)
-        self._rows = tuple(row for row in shared if row.part is not None or row.whole is not None)
+        self._rows = tuple(row for row in shared if row.rows is not None or row.whole is not None)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are summed."""
-        return [p for row in self._rows for p in (row.part, row.whole) if p is not None]
+        return [p for row in self._rows for p in (row.rows, row.whole) if p is not None]
 
     @property
     def replaced(self) -> dict[int, RowParameter]:
         """The rows that the whole parameter of this rank replaces, by the ids of their parameters."""
-        return {id(row.part): row for row in self._rows if row.part is not None and row.whole is not None}
+        return {id(row.rows): row for row in self._rows if row.rows is not None and row.whole is not None}
 
     @property
     def not_owned(self) -> set[int]:
         """The ids of rows that the rank of the whole parameter counts in norms."""
-        return {id(row.part) for row in self._rows if row.part is not None and row.whole is None}
+        return {id(row.rows) for row in self._rows if row.rows is not None and row.whole is None}
 
     def finish(self) -> None:
         """Sum on the rank of the whole parameter and send rows back; every rank visits them in the same order."""
-        trained = [row for row in self._rows if (row.part if row.whole is None else row.whole).requires_grad]  # type: ignore[union-attr]
+        trained = [row for row in self._rows if (row.rows if row.whole is None else row.whole).requires_grad]  # type: ignore[union-attr]
         for row in trained:
-            gradient = None if row.part is None else row.part.grad
+            gradient = None if row.rows is None else row.rows.grad
             if row.whole is None:
                 send_tensor(self._groups, gradient, row.whole_rank)  # type: ignore[arg-type]
                 continue
-            if row.part is None:
-                gradient = receive_tensor(self._groups, row.rows.of(row.whole), row.part_rank)
+            if row.rows is None:
+                gradient = receive_tensor(self._groups, row.slice.of(row.whole), row.rows_rank)
             else:
-                row.part.grad = None
+                row.rows.grad = None
             if gradient is not None:
                 total = torch.zeros_like(row.whole) if row.whole.grad is None else _dense(row.whole.grad)
-                row.rows.of(total).add_(gradient)
+                row.slice.of(total).add_(gradient)
                 row.whole.grad = total
         for row in trained:
             if row.whole is None:
-                row.part.grad = receive_tensor(self._groups, row.part, row.whole_rank)  # type: ignore
-            elif row.part is None:
+                row.rows.grad = receive_tensor(self._groups, row.rows, row.whole_rank)  # type: ignore
+            elif row.rows is None:
                 gradient = row.whole.grad
-                send_tensor(self._groups, None if gradient is None else row.rows.of(gradient), row.part_rank)
+                send_tensor(self._groups, None if gradient is None else row.slice.of(gradient), row.rows_rank)
 
 
 def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None:
@@ -293,19 +296,19 @@ def global_norm(
     largest = sync.exchange(request, SyncVote(maxes=(_largest_entry(gradients),))).maxes[0]
     if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
         return torch.tensor(largest, dtype=torch.float64)
-    # First plain gradients, which are equal in all pipelines, so that those of one pipeline are summed; then sharded
-    # ones, of which each pipeline has a part, so that those of all pipelines are summed.
-    parts = []
+    powers = []
     for gradient in gradients:
         scaled = stored_entries(gradient).abs().to(torch.float64).div_(largest)
-        parts.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
-    sums = [0.0, 0.0]
-    for gradient, count, part in zip(gradients, copies or [1] * len(gradients), read_scalars(parts), strict=True):
+        powers.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
+    plain_sum, sharded_sum = 0.0, 0.0
+    for gradient, count, value in zip(gradients, copies or [1] * len(gradients), read_scalars(powers), strict=True):
         if is_sharded(gradient):
-            sums[1] += part / count
+            sharded_sum += value / count
         else:
-            sums[0] += part
-    result = sync.exchange(request, SyncVote(sums=tuple(sums)))
+            plain_sum += value
+    result = sync.exchange(request, SyncVote(sums=(plain_sum, sharded_sum)))
+    # Plain gradients are equal in all pipelines, so those of one pipeline are summed. Of sharded ones each pipeline has
+    # shards, so those of all pipelines are summed.
     total = result.pipeline_sums[0] + result.sums[1]
     return torch.tensor(largest * total ** (1.0 / power), dtype=torch.float64)
 

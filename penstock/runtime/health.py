@@ -156,9 +156,10 @@ class NonfiniteProbe:
         if stage is not None:
             return self.forward.get(stage)
         origins: dict[int, NonfiniteOrigin] = {}
-        for index, part in self.stages.items():
+        for index, stage_module in self.stages.items():
             # Deferred weight gradients are computed outside of the autograd graph, where no hook sees them.
-            nonfinite = [name for name, parameter in part.named_parameters() if not all_finite((parameter.grad,))]
+            parameters = stage_module.named_parameters()
+            nonfinite = [name for name, parameter in parameters if not all_finite((parameter.grad,))]
             if nonfinite:
                 origins[index] = NonfiniteOrigin(index, None, f"the gradient of {nonfinite[-1]}")
         origins |= self.backward

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from penstock.capture import as_real
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
@@ -64,8 +65,8 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         # All ranks see this difference, and show a few entries.
         entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
         if name in tensors:
-            values = sampled(tensors[name])[:NUM_SAMPLED].to("cpu")
-            entries[: len(values)] = (values.abs() if values.is_complex() else values).to(torch.float64)
+            values = as_real(sampled(tensors[name])).flatten()[:NUM_SAMPLED]
+            entries[: len(values)] = values.to("cpu", torch.float64)
         first, second = groups.gather(entries)[[ranks[0], other]]
         differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
         shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]

@@ -121,8 +121,8 @@ class ModelPart:
         self.rows = RowReducer(groups, self._row_parameters)
         for row in self.rows.replaced.values():
             # They do already, unless the model was on the meta device.
-            row.part.data = row.rows.of(row.whole.data)  # type: ignore[union-attr]
-            self.layouts.setdefault(row.whole, self.layouts[row.part])  # type: ignore[index,arg-type]
+            row.rows.data = row.slice.of(row.whole.data)  # type: ignore[union-attr]
+            self.layouts.setdefault(row.whole, self.layouts[row.rows])  # type: ignore[index,arg-type]
         partial = PartialGradients(groups, self.layouts)
         reducers = (self.replicas, partial, self.tied, self.rows)
         self.reducers = [reducer for reducer in reducers if reducer.parameters]
@@ -190,7 +190,7 @@ class ModelPart:
     def row_of(self) -> dict[int, RowSlice]:
         """The rows of the parameters that this process trains in place of a whole parameter, by id."""
         trained = {id(parameter) for parameter in self.parameters.values()}
-        return {id(row.part): row.rows for row in self._row_parameters if id(row.part) in trained}
+        return {id(row.rows): row.slice for row in self._row_parameters if id(row.rows) in trained}
 
     @property
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
@@ -214,22 +214,22 @@ class ModelPart:
 
         None except on the rank that has the first rows.
         """
-        ranks = {row.name: row.part_rank for row in self._row_parameters}
+        ranks = {row.name: row.rows_rank for row in self._row_parameters}
         first, *others = self.split_names[whole_name]
         if self.groups.is_local:
             return torch.cat([own[name] for name in (first, *others)])
-        parts = [own[first]] if first in own else []
+        rows = [own[first]] if first in own else []
         for name in others:
             if first in own and name in own:
-                parts.append(own[name])
+                rows.append(own[name])
             elif name in own:
                 send_tensor(self.groups, own[name], ranks[first])
             elif first in own:
                 like = own[first].new_empty((self.slices[name].length, *own[first].shape[1:]))
                 received = receive_tensor(self.groups, like, ranks[name])
                 assert received is not None
-                parts.append(received)
-        return torch.cat(parts) if first in own else None
+                rows.append(received)
+        return torch.cat(rows) if first in own else None
 
     def join_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors with whole parameters in place of their rows, as far as all rows are there."""
@@ -259,7 +259,7 @@ class ModelPart:
             for name, parameter in _named_parameters(stage):
                 if id(parameter) in replaced:
                     row = replaced[id(parameter)]
-                    name, parameter = row.rows.whole, row.whole  # type: ignore[assignment]
+                    name, parameter = row.slice.whole, row.whole  # type: ignore[assignment]
                 by_id.setdefault(id(parameter), (name, parameter))
         return dict(by_id.values())
 
@@ -315,7 +315,7 @@ class ModelPart:
         state = self.own_state()
         for row in self.rows.replaced.values():
             if row.whole is not None:
-                state.setdefault(row.rows.whole, row.whole.detach())
+                state.setdefault(row.slice.whole, row.whole.detach())
         return self.join_rows(state)
 
     def own_state(self) -> dict[str, Tensor]:

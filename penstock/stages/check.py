@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, DrawSeed, copy_leaf, dtype_name, isolated, tensors_in, without_accumulation_hooks
+from penstock.capture import (
+    Captured,
+    DrawSeed,
+    copy_leaf,
+    dtype_name,
+    in_double,
+    isolated,
+    tensors_in,
+    without_accumulation_hooks,
+)
 from penstock.errors import PartitionError
 from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, transform
 from penstock.stages.sequence import Sequence
@@ -73,14 +82,9 @@ def distances(expected: Tensors, actual: Tensors) -> Iterator[Distance]:
         if left is None or right is None or left.shape != right.shape:
             yield Distance(name, 0.0 if left is None and right is None else float("inf"))
             continue
-        first, second = _in_double(left), _in_double(right)
+        first, second = in_double(left), in_double(right)
         differs = (first != second) & ~(first.isnan() & second.isnan())
         apart = float((first - second)[differs].abs().max()) if bool(differs.any()) else 0.0
         finite = first.abs()[first.isfinite()]
         largest = float(finite.max()) if finite.numel() else 0.0
         yield Distance(name, apart, largest, dtype_name(left.dtype))
-
-
-def _in_double(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

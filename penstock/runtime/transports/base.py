@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.capture import as_real, from_real
 from penstock.errors import RunError
 from penstock.ir import Value
 from penstock.runtime.staging import host_buffer
@@ -73,7 +74,7 @@ class TensorCodec:
             tensor = tensor.detach()
         if self._order:
             tensor = tensor.permute(self._order)
-        return torch.view_as_real(tensor.resolve_conj()) if self._is_complex else tensor
+        return as_real(tensor) if self._is_complex else tensor
 
     def buffer(self, device: torch.device, is_pinned: bool = False) -> Tensor:
         """Memory to receive into: on the device, or pinned memory of the host."""
@@ -81,16 +82,16 @@ class TensorCodec:
             buffer = host_buffer(self._sent_shape, self._dtype)
         else:
             buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
-        return torch.view_as_real(buffer) if self._is_complex else buffer
+        return as_real(buffer) if self._is_complex else buffer
 
     def view(self, memory: Tensor) -> Tensor:
         """The beginning of some bytes as a buffer to receive into or to copy to."""
         buffer = memory[: self.num_bytes].view(self._dtype).view(self._sent_shape)
-        return torch.view_as_real(buffer) if self._is_complex else buffer
+        return as_real(buffer) if self._is_complex else buffer
 
     def unpack(self, buffer: Tensor) -> Tensor:
         """The value in a received buffer, with the sender's memory layout and requires_grad."""
-        value = torch.view_as_complex(buffer) if self._is_complex else buffer
+        value = from_real(buffer) if self._is_complex else buffer
         if self._inverse:
             value = value.permute(self._inverse)
         return value.requires_grad_() if self._requires_grad else value
