@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.api.arguments import LossFn, check_loss_fn, check_model_and_plan, check_split
 from penstock.api.pipeline import Pipeline, split_model
-from penstock.batches import Microbatch, Split, split_batch
+from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import (
     Captured,
     DrawSeed,
@@ -126,8 +126,9 @@ def check(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise RunError("kwargs must be a dict", got=type(kwargs).__name__, hint='{"labels": labels}')
     runner = _StepRunner(model, plan, loss_fn, reduction, split, Granularity(depth, basic_blocks))
-    batch = (tuple(args), dict(kwargs or {}), target)
-    microbatches = split_batch(model.forward, *batch, plan.num_microbatches, split, dict(plan.split))
+    batch = Batch(tuple(args), dict(kwargs or {}), target)
+    splitter = BatchSplitter(model.forward, split, dict(plan.split))
+    microbatches = splitter.split(batch, plan.num_microbatches)
     actual = runner.run_pipeline(plan, batch)
     notes = [warning.cause for warning in actual.warnings]
     recording = runner.captured.recording(microbatches[0].args, microbatches[0].kwargs)
@@ -172,8 +173,7 @@ def check(
 
     # Compared only if nothing is known that makes the whole batch differ from its microbatches.
     if len(notes) == sum(not warning.is_certain for warning in actual.warnings):
-        one_batch = split_batch(model.forward, *batch, 1, split, dict(plan.split))
-        whole = compared("the whole batch", partial(runner.run_plain, one_batch), False)
+        whole = compared("the whole batch", partial(runner.run_plain, splitter.split(batch, 1)), False)
     loop = partial(runner.run_plain, microbatches, actual.weights, seed)
     looped = compared("the same microbatches, one after another", loop, True)
     return ParityReport(looped, whole, tuple(notes))

@@ -25,7 +25,7 @@ from penstock.api.arguments import (
 )
 from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.batches import Microbatch, Split, split_batch, whole_batch
+from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, SavedState, Saver
 from penstock.errors import CheckpointError, PlanError, RunError
@@ -256,7 +256,7 @@ class Pipeline:
             budget = {"budget_tokens": self._checked_budget("step", budget_tokens, return_outputs)}
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
-        batch, dims = (args, kwargs, target), self._dims_of_outputs(output_dims)
+        batch, dims = Batch(args, kwargs, target), self._dims_of_outputs(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         if self._stale_weights is not None:
@@ -303,7 +303,8 @@ class Pipeline:
             budget = {"budget_tokens": self._checked_budget("eval", budget_tokens, return_outputs)}
         self.drain()
         dims = self._dims_of_outputs(output_dims)
-        result = self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims, **budget)
+        batch = Batch(args, kwargs, target)
+        result = self._engine.evaluate(batch, self.num_steps, bool(return_outputs), dims, **budget)
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -429,7 +430,7 @@ class Pipeline:
                 error = RunError(f"forward does not combine with {name}", hint="pipe.step(...), or another Pipeline")
                 self._refuse("forward", error)
         number, dims = self.num_steps, self._dims_of_outputs(output_dims)
-        result, sizes = self._engine.forward((args, kwargs, None), number, dims)
+        result, sizes = self._engine.forward(Batch(args, kwargs), number, dims)
         self.num_steps += 1
 
         def run(gradients: dict[str, Tensor]) -> None:
@@ -437,7 +438,7 @@ class Pipeline:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:
                 self._pull_back_engine = self._pull_back_engine_of(self.plan)
-            self._pull_back_engine.train((args, kwargs, gradients), number, False, False)
+            self._pull_back_engine.train(Batch(args, kwargs, gradients), number, False, False)
             if self._stale_weights is not None:
                 self._stale_weights.is_stale = True
 
@@ -578,13 +579,12 @@ class Pipeline:
         groups, forward = self._part.groups, self._part.captured.model.forward
         if groups.num_replicas == 1:
             return Microbatch(args, kwargs, target, 0, {})
-        rules = self._split, dict(self.plan.split)
+        splitter, batch = BatchSplitter(forward, self._split, dict(self.plan.split)), Batch(args, kwargs, target)
         shares: Sequence[Microbatch]
         if budget_tokens is None:
-            shares = split_batch(forward, args, kwargs, target, groups.num_replicas, *rules)
+            shares = splitter.split(batch, groups.num_replicas)
         else:
-            whole, _ = whole_batch(forward, args, kwargs, target, groups.num_replicas, *rules)
-            shares = balanced_shares(whole, budget_tokens, groups.num_replicas)
+            shares = balanced_shares(splitter.whole(batch), budget_tokens, groups.num_replicas)
         if len(shares) < groups.num_replicas:
             sizes = {"samples": len(shares), "replicas": groups.num_replicas}
             raise RunError(

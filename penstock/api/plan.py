@@ -17,7 +17,7 @@ from penstock.api.arguments import LossFn, check_loss_fn, check_split
 from penstock.api.local_ranks import local_ranks, shared_cores
 from penstock.api.measuring import BUDGET_SECONDS, measure, measured_model
 from penstock.api.progress import progress
-from penstock.batches import Microbatch, Split, explain_failure, find_split, split_batch
+from penstock.batches import Batch, BatchSplitter, Microbatch, Split, explain_failure, find_split
 from penstock.capture import (
     Captured,
     Granularity,
@@ -487,7 +487,8 @@ class Examples:
         return {count: Measured(graph, profile) for count, graph in matching.items()}
 
     def _microbatches(self, count: int) -> tuple[Microbatch, ...]:
-        return split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.rules)
+        splitter = BatchSplitter(self.model.forward, self.rules)
+        return splitter.split(Batch(self.args, self.kwargs or {}), count)
 
     def captured(self, count: int) -> Captured:
         microbatches = self._microbatches(count)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
-from penstock.batches import Microbatch, Split, find_split, split_batch
+from penstock.batches import Batch, BatchSplitter, Microbatch, Split, find_split
 from penstock.capture import Granularity, capture
 from penstock.errors import PartitionError, PlanError, ScheduleError
 from penstock.ir import Graph, Partition, Plan, Profile, Program, Schedule, SplitRule, as_int, read_schedule
@@ -191,7 +191,8 @@ def example_of(
     if not args and not kwargs:
         args, kwargs = (), _dummy_batch(config, model, has_loss_fn)
     rules = {**find_split(model, args, kwargs, split), **(split or {})}
-    return split_batch(model.forward, args, kwargs, None, config.num_microbatches, rules)[0], rules
+    microbatches = BatchSplitter(model.forward, rules).split(Batch(args, kwargs), config.num_microbatches)
+    return microbatches[0], rules
 
 
 def _dummy_batch(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ Split = Mapping[str, SplitRule]
 """how to split, by the name of an argument or of a part of it (`batch.mask`)"""
 
 TARGET = "target"
+"""the name of the target in `split`, and the keyword argument of `Pipeline.step`"""
 _NO_RULE: Any = object()
 """`split` does not name an argument; its entry None would mean that the argument is passed whole"""
 
@@ -157,17 +158,17 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 # Cuts
 
 
-def find_cuts(arguments: Sequence[Argument], batch: int, split: Split, is_final: bool) -> dict[str, Cut]:
+def find_cuts(arguments: Sequence[Argument], num_samples: int, split: Split, is_final: bool) -> dict[str, Cut]:
     """The cuts by name. `is_final`: there is one microbatch, so that ambiguous lists need no decision."""
-    parts = [part for argument in arguments for part in _cut_parts(argument, batch, split, is_final)]
+    parts = [part for argument in arguments for part in _cut_parts(argument, num_samples, split, is_final)]
     tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
     cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in parts if name not in tensors}
     for name in tensors:
-        _cut_of(name, tensors, batch, split, cuts)
+        _cut_of(name, tensors, num_samples, split, cuts)
     return {name: cut for name, _ in parts if (cut := cuts[name]) is not None}
 
 
-def _cut_parts(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
+def _cut_parts(argument: Argument, num_samples: int, split: Split, is_final: bool) -> Iterator[Argument]:
     """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
     name, value = argument
     if isinstance(value, Tensor):
@@ -175,30 +176,35 @@ def _cut_parts(argument: Argument, batch: int, split: Split, is_final: bool) -> 
         return
     rule = _rule(name, split)
     if rule == "samples":
-        if not argument.is_list or len(value) != batch:
-            raise _unfit(name, value, f"a list or tuple of {batch} entries")
+        if not argument.is_list or len(value) != num_samples:
+            raise _unfit(name, value, f"a list or tuple of {num_samples} entries")
         yield argument
-    elif rule is _NO_RULE and argument.is_list and len(value) == batch and _is_per_sample(argument, batch, is_final):
+    elif (
+        rule is _NO_RULE
+        and argument.is_list
+        and len(value) == num_samples
+        and _is_per_sample(argument, num_samples, is_final)
+    ):
         yield argument
     else:
         for item in argument.items():
-            yield from _cut_parts(item, batch, split, is_final)
+            yield from _cut_parts(item, num_samples, split, is_final)
 
 
-def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
+def _is_per_sample(argument: Argument, num_samples: int, is_final: bool) -> bool:
     """Whether a list with as many entries as the batch has samples has one entry per sample.
 
     Raises an error if the list does not show it.
     """
     tensors = tensors_in(argument.value)
-    has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
+    is_batched = [leaf.dim() > 0 and leaf.shape[0] == num_samples for leaf in tensors]
     # Records are dicts, dataclasses and named tuples.
     kinds = [parts and parts.kind for parts in map(take_apart, argument.value)]
     has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
-    if not tensors or (all(has_batch) and not has_records):
+    if not tensors or (all(is_batched) and not has_records):
         # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
         return False
-    if not all(has_batch) and (has_records or _is_of_target(argument.name)):
+    if not all(is_batched) and (has_records or _is_of_target(argument.name)):
         # The labels of a detector: a dict of boxes for each sample.
         return True
     # Ambiguous: the number of boxes of a sample may happen to equal the number of samples, or only some tensors of the
@@ -210,7 +216,7 @@ def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
         "tensors",
         argument=argument.name,
         entries=len(argument.value),
-        batch=batch,
+        batch=num_samples,
         hint=f'split={{{argument.name!r}: "samples"}}, or {{{argument.name!r}: "items"}} to split each item by its own '
         "shape",
     )
@@ -223,7 +229,7 @@ def _is_of_target(name: str) -> bool:
 def _cut_of(
     name: str,
     tensors: Mapping[str, Tensor],
-    batch: int,
+    num_samples: int,
     split: Split,
     known: dict[str, Cut | None],
 ) -> Cut | None:
@@ -233,33 +239,33 @@ def _cut_of(
         # A placeholder, so that Ragged sizes that refer to each other are refused instead of recursing without end.
         known[name] = None
         if rule is _NO_RULE or rule == "items":
-            has_batch = tensor.dim() > 0 and tensor.shape[0] == batch
+            is_batched = tensor.dim() > 0 and tensor.shape[0] == num_samples
             # An argument without the batch as its first dimension may be a table for all samples, but a target must
             # have an entry for each of them.
-            if not has_batch and tensor.dim() and _is_of_target(name):
+            if not is_batched and tensor.dim() and _is_of_target(name):
                 raise RunError(
                     "the first dimension of a target is not the batch",
                     target=name,
                     shape=tuple(tensor.shape),
-                    batch=batch,
+                    batch=num_samples,
                     hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it "
                     "whole",
                 )
-            known[name] = Cut(0) if has_batch else None
+            known[name] = Cut(0) if is_batched else None
         elif rule == "samples":
-            raise _unfit(name, tensor, f"a list or tuple of {batch} entries")
+            raise _unfit(name, tensor, f"a list or tuple of {num_samples} entries")
         elif isinstance(rule, Ragged):
-            known[name] = _ragged_cut(name, rule, tensors, batch, split, known)
+            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known)
         elif rule is not None:
             rows = rule if isinstance(rule, Rows) else Rows(1, rule)
             dim = _checked_dim(name, tensor, rows.dim)
             length = int(tensor.shape[dim])
             # Rows(None): any number of rows, the same for each sample.
-            if length != batch * (rows.per_sample or length // batch):
+            if length != num_samples * (rows.per_sample or length // num_samples):
                 each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
-                wanted = f"a multiple of the {batch}" if rows.per_sample is None else f"{each}{batch}"
+                wanted = f"a multiple of the {num_samples}" if rows.per_sample is None else f"{each}{num_samples}"
                 raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
-            known[name] = Cut(dim, length // batch)
+            known[name] = Cut(dim, length // num_samples)
     return known[name]
 
 
@@ -267,7 +273,7 @@ def _ragged_cut(
     name: str,
     rule: Ragged,
     tensors: Mapping[str, Tensor],
-    batch: int,
+    num_samples: int,
     split: Split,
     known_cuts: dict[str, Cut | None],
 ) -> Cut:
@@ -278,7 +284,7 @@ def _ragged_cut(
         raise RunError(
             "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
         )
-    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, batch, split, known_cuts)
+    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts)
     if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
         raise RunError(
             "the sizes of a ragged argument must be split by samples",
@@ -297,7 +303,7 @@ def _ragged_cut(
         rows = sizes.reshape(len(sizes), -1).prod(1)
     ends = list(accumulate(map(int, rows.tolist()), initial=0))
     # `sizes` may itself have several entries for each sample, as for several images: take the ends of samples only.
-    starts = cut.offsets or range(0, batch * cut.rows + 1, cut.rows)
+    starts = cut.offsets or range(0, num_samples * cut.rows + 1, cut.rows)
     dim = _checked_dim(name, tensor, rule.dim)
     if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):
         raise RunError(

@@ -17,6 +17,14 @@ _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"
 """how the error of torch's batch norm begins"""
 
 
+class Batch(NamedTuple):
+    """The arguments of the model and the target of the loss in one step."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+
+
 class Columns(NamedTuple):
     """Which samples and which positions of a padded batch a microbatch holds."""
 
@@ -50,20 +58,20 @@ class Microbatch:
     """with `budget_tokens`, the samples and positions of the batch that it holds"""
 
     def take(self, start: int, length: int) -> "Microbatch":
-        """The part of the microbatch with `length` samples, beginning with sample `start`."""
-        return self.parts((start, length, self.size - start - length))[1]
+        """The microbatch of `length` of the samples, beginning with sample `start`."""
+        return self.split((start, length, self.size - start - length))[1]
 
-    def parts(self, sizes: Sequence[int]) -> tuple["Microbatch", ...]:
-        """All parts of the microbatch, with these numbers of samples, one after another."""
+    def split(self, sizes: Sequence[int]) -> tuple["Microbatch", ...]:
+        """Microbatches with these numbers of samples, one after another, which have all samples together."""
         starts = list(accumulate(sizes, initial=0))
 
-        def parts(value: Any, name: str) -> Sequence[Any]:
+        def pieces(value: Any, name: str) -> Sequence[Any]:
             cut = self.cuts.get(name)
             if cut is None:
                 taken = take_apart(value)
                 if taken is None:
                     return [value] * len(sizes)
-                columns = [parts(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
+                columns = [pieces(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
                 rows = [[column[index] for column in columns] for index in range(len(sizes))]
                 return [put_together(taken.kind, taken.keys, row) for row in rows]
             if cut.dim is None:
@@ -78,10 +86,10 @@ class Microbatch:
                 return [value.narrow(cut.dim, start, length) for start, length in pairs]
             return value.split(lengths, cut.dim)  # type: ignore[no-any-return]
 
-        args = [parts(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
-        kwargs = [(name, parts(arg, name)) for name, arg in self.kwargs.items()]
+        args = [pieces(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
+        kwargs = [(name, pieces(arg, name)) for name, arg in self.kwargs.items()]
         # Without a target, a cut of this name is that of an argument of the forward.
-        targets = [None] * len(sizes) if self.target is None else parts(self.target, TARGET)
+        targets = [None] * len(sizes) if self.target is None else pieces(self.target, TARGET)
         has_offsets, cuts = any(cut.offsets for cut in self.cuts.values()), self.cuts
         made = []
         for index, size in enumerate(sizes):
@@ -95,10 +103,10 @@ class Microbatch:
     def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
         """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
         cuts = self.cuts
-        args = [_part(arg, name, cuts, choose, size) for name, arg in zip(self.names, self.args, strict=True)]
-        kwargs = {name: _part(arg, name, cuts, choose, size) for name, arg in self.kwargs.items()}
+        args = [_map_cuts(arg, name, cuts, choose, size) for name, arg in zip(self.names, self.args, strict=True)]
+        kwargs = {name: _map_cuts(arg, name, cuts, choose, size) for name, arg in self.kwargs.items()}
         # Without a target, a cut of this name is that of an argument of the forward.
-        target = None if self.target is None else _part(self.target, TARGET, cuts, choose, size)
+        target = None if self.target is None else _map_cuts(self.target, TARGET, cuts, choose, size)
         return Microbatch(tuple(args), kwargs, target, size, cuts, self.names)
 
     def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,22 +115,22 @@ class Microbatch:
         return {name: tensor for name, tensor in tensors.items() if not f"{name}.".startswith(left_out)}
 
     @staticmethod
-    def join(parts: Sequence["Microbatch"]) -> "Microbatch":
+    def join(microbatches: Sequence["Microbatch"]) -> "Microbatch":
         """The samples of several microbatches of one batch together."""
-        first = parts[0]
-        if len(parts) == 1:
+        first = microbatches[0]
+        if len(microbatches) == 1:
             return first
         cuts = dict(first.cuts)
         for name, cut in cuts.items():
             if cut.offsets:
-                lengths = [end - start for part in parts for start, end in pairwise(part.cuts[name].offsets)]
+                lengths = [end - start for each in microbatches for start, end in pairwise(each.cuts[name].offsets)]
                 cuts[name] = replace(cut, offsets=tuple(accumulate(lengths, initial=0)))
-        columns = zip(first.names, zip(*(part.args for part in parts), strict=True), strict=True)
+        columns = zip(first.names, zip(*(each.args for each in microbatches), strict=True), strict=True)
         return Microbatch(
             tuple(_joined(values, name, cuts) for name, values in columns),
-            {name: _joined([part.kwargs[name] for part in parts], name, cuts) for name in first.kwargs},
-            None if first.target is None else _joined([part.target for part in parts], TARGET, cuts),
-            sum(part.size for part in parts),
+            {name: _joined([each.kwargs[name] for each in microbatches], name, cuts) for name in first.kwargs},
+            None if first.target is None else _joined([each.target for each in microbatches], TARGET, cuts),
+            sum(each.size for each in microbatches),
             cuts,
             first.names,
         )
@@ -148,8 +156,7 @@ def select_columns(columns: Columns) -> Microbatch:
         # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
         return value.index_select(0, index[value.device])
 
-    part = whole.map_cuts(chosen, len(columns.samples))
-    return replace(part, columns=columns)
+    return replace(whole.map_cuts(chosen, len(columns.samples)), columns=columns)
 
 
 def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:
@@ -171,35 +178,60 @@ def longest(microbatches: Sequence[Microbatch]) -> int:
     return widths.index(max(widths))
 
 
-Splitting = tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]
-"""how batches of one structure are split: the size of each microbatch, the cuts, and the names of positional arguments
-"""
-
-
-def split_batch(
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    num_microbatches: int,
-    split: Split | None = None,
-    planned: Split | None = None,
-    known: LruCache[Any, Splitting] | None = None,
-) -> tuple[Microbatch, ...]:
-    """Split a batch into microbatches, larger ones first; into fewer if there are fewer samples.
+class BatchSplitter:
+    """Splits the batches of one model into microbatches, all by the same rules.
 
     Tensors whose first dimension is the batch are split along it. A list or tuple of dicts or dataclasses with one
     entry per sample, as the labels of a detector, is split by its entries; any other list or tuple is searched for
     tensors to split. Everything else is passed whole to every microbatch. A list that may be either, because it has
-    as many entries as the batch has samples, is refused. `split` overrides all this by the name of a parameter of the
-    forward, of `target`, or of a part of either (`batch.mask`); see `SplitRule`. `planned` are the rules of a plan
-    for arguments that `split` does not name; this batch need not have these arguments.
-
-    The size of the batch is that of the first argument from which it follows. `known` keeps how batches were split
-    for later batches of the same structure.
+    as many entries as the batch has samples, is refused.
     """
-    whole, sizes = whole_batch(forward, args, kwargs, target, num_microbatches, split, planned, known)
-    return whole.parts(sizes)
+
+    def __init__(self, forward: Callable[..., Any], split: Split | None = None, planned: Split | None = None) -> None:
+        """`forward` is that of the model; `split` overrides the usual rules.
+
+        `split` is by the name of a parameter of the forward, of `target`, or of a part of either (`batch.mask`); see
+        `SplitRule`. `planned` are the rules of a plan for arguments that `split` does not name; a batch need not have
+        these arguments.
+        """
+        self._forward, self._split, self._planned = forward, split or {}, planned or {}
+        self._splittings: LruCache[Any, tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]] = LruCache()
+        """by the structure of a batch: the size of each microbatch, the cuts, and the names of positional arguments"""
+
+    def split(self, batch: Batch, num_microbatches: int) -> tuple[Microbatch, ...]:
+        """The microbatches of a batch, larger ones first; fewer if there are fewer samples.
+
+        The size of the batch is that of the first argument from which it follows.
+        """
+        whole, sizes = self._find_samples(batch, num_microbatches)
+        return whole.split(sizes)
+
+    def whole(self, batch: Batch) -> Microbatch:
+        """The whole batch as one microbatch, which is still to be split."""
+        return self._find_samples(batch, 2)[0]
+
+    def _find_samples(self, batch: Batch, num_microbatches: int) -> tuple[Microbatch, tuple[int, ...]]:
+        """The batch as one microbatch, with its cuts, and the sizes of its microbatches."""
+        args, kwargs, target = tuple(batch.args), dict(batch.kwargs), batch.target
+        key = _structure((args, kwargs, target)), num_microbatches
+        splitting = self._splittings.find(key)
+        if splitting is None:
+            named = named_arguments(self._forward, args, kwargs)
+            arguments = tuple(Argument(name, value) for name, value in named.items())
+            # A model without a loss function may have a parameter of the target's name.
+            everything = (*arguments, Argument(TARGET, target)) if target is not None else arguments
+            check_split(self._split, everything, signature_of(self._forward).parameters)
+            planned = {name: rule for name, rule in self._planned.items() if not has_rule(name, self._split)}
+            rules = {**self._split, **planned}
+            num_samples = batch_size(arguments, rules)
+            sizes = microbatch_sizes(num_samples, num_microbatches)
+            cuts = find_cuts(everything, num_samples, rules, is_final=len(sizes) == 1)
+            splitting = sizes, cuts, tuple(named)[: len(args)]
+            # Offsets are read from a tensor: they hold for this batch only.
+            if not any(cut.offsets for cut in cuts.values()):
+                self._splittings.put(key, splitting)
+        sizes, cuts, names = splitting
+        return Microbatch(args, kwargs, target, sum(sizes), cuts, names), sizes
 
 
 def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:
@@ -208,40 +240,6 @@ def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:
     if any(cut.dim is None or cut.offsets for cut in cuts):
         return list(range(len(microbatches)))
     return [(each.size, each.columns and (each.columns.start, each.columns.stop)) for each in microbatches]
-
-
-def whole_batch(
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    num_microbatches: int,
-    split: Split | None = None,
-    planned: Split | None = None,
-    known: LruCache[Any, Splitting] | None = None,
-) -> tuple[Microbatch, tuple[int, ...]]:
-    """The batch as one microbatch, and the sizes of the microbatches that `split_batch` splits it into."""
-    parameters, split, planned = signature_of(forward).parameters, split or {}, planned or {}
-    args, kwargs = tuple(args), dict(kwargs)
-    rules = (*split.items(), None, *planned.items())
-    key = tuple(parameters), _structure((args, kwargs, target)), num_microbatches, rules
-    splitting = None if known is None else known.find(key)
-    if splitting is None:
-        named = named_arguments(forward, args, kwargs)
-        arguments = tuple(Argument(name, value) for name, value in named.items())
-        # A model without a loss function may have a parameter of the target's name.
-        everything = (*arguments, Argument(TARGET, target)) if target is not None else arguments
-        check_split(split, everything, parameters)
-        split = {**split, **{name: rule for name, rule in planned.items() if not has_rule(name, split)}}
-        batch = batch_size(arguments, split)
-        sizes = microbatch_sizes(batch, num_microbatches)
-        cuts = find_cuts(everything, batch, split, is_final=len(sizes) == 1)
-        splitting = sizes, cuts, tuple(named)[: len(args)]
-        # Offsets are read from a tensor: they hold for this batch only.
-        if known is not None and not any(cut.offsets for cut in cuts.values()):
-            known.put(key, splitting)
-    sizes, cuts, names = splitting
-    return Microbatch(args, kwargs, target, sum(sizes), cuts, names), sizes
 
 
 def _structure(value: Any) -> Any:
@@ -264,22 +262,22 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
 
 
-def _part(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[Any, str, Cut], Any], size: int) -> Any:
-    """The structure for some samples: whatever is cut is replaced by its part."""
+def _map_cuts(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[Any, str, Cut], Any], size: int) -> Any:
+    """A value with everything in it that is split replaced by what `choose` returns for it."""
     cut = cuts.get(name)
     if cut is None:
         parts = take_apart(value)
         if parts is None:
             return value
         pairs = zip(parts.keys, parts.items, strict=True)
-        items = [_part(item, f"{name}.{key}", cuts, choose, size) for key, item in pairs]
+        items = [_map_cuts(item, f"{name}.{key}", cuts, choose, size) for key, item in pairs]
         return put_together(parts.kind, parts.keys, items)
     chosen = choose(value, name, cut)
     return put_together(type(value), range(size), chosen) if cut.dim is None else chosen
 
 
 def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:
-    """The inverse of `_part`: join the structures of several microbatches."""
+    """The value of several microbatches together: whatever is split is concatenated."""
     cut, first = cuts.get(name), values[0]
     if cut is None:
         parts = [take_apart(value) for value in values]

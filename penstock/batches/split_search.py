@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches.cuts import Argument, Split, batch_size, has_rule
-from penstock.batches.microbatches import split_batch
+from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch
 from penstock.capture import (
     copy_leaf,
     is_inexact,
@@ -99,46 +99,46 @@ class _Search:
             return
         # The first argument may be a table, so every length that occurs may be the number of samples.
         lengths = [len(part.value) for part in parts]
-        for batch in dict.fromkeys((usual, *lengths)):
-            lists = [_Choice((part.name,), _list_options(part, batch)) for part in parts if part.is_list]
-            for of_lists in _combinations(lists) if batch > 1 else ():
+        for num_samples in dict.fromkeys((usual, *lengths)):
+            lists = [_Choice((part.name,), _list_options(part, num_samples)) for part in parts if part.is_list]
+            for of_lists in _combinations(lists) if num_samples > 1 else ():
                 # Parts of a list with an entry per sample need no rule.
                 inside = tuple(f"{name}." for name, rule in of_lists.items() if rule == "samples")
                 list_rules = {name: rule for name, rule in of_lists.items() if not name.startswith(inside)}
                 tensors = [part for part in parts if not part.is_list and not part.name.startswith(inside)]
-                for of_tensors in _combinations(list(self._tensor_choices(tensors, batch))):
-                    if self._has_batch(list_rules | of_tensors, batch):
+                for of_tensors in _combinations(list(self._tensor_choices(tensors, num_samples))):
+                    if self._has_batch(list_rules | of_tensors, num_samples):
                         yield list_rules | of_tensors
 
-    def _has_batch(self, rules: Split, batch: int) -> bool:
+    def _has_batch(self, rules: Split, num_samples: int) -> bool:
         """Whether the batch has this number of samples under some rules."""
         try:
-            return batch_size(self._arguments, {**self._split, **rules}) == batch
+            return batch_size(self._arguments, {**self._split, **rules}) == num_samples
         except RunError:
             return False
 
-    def _tensor_choices(self, tensors: Sequence[Argument], batch: int) -> Iterator[_Choice]:
+    def _tensor_choices(self, tensors: Sequence[Argument], num_samples: int) -> Iterator[_Choice]:
         """The rules that tensors of each shape may have; one whose first dimension is the batch, or 1, needs none."""
         by_shape: dict[tuple[int, ...], list[Argument]] = {}
         for tensor in tensors:
-            if len(tensor.value) not in (1, batch):
+            if len(tensor.value) not in (1, num_samples):
                 by_shape.setdefault(tuple(tensor.value.shape), []).append(tensor)
         for shape, same in by_shape.items():
-            dims = [dim for dim, length in enumerate(shape) if dim and length == batch]
+            dims = [dim for dim, length in enumerate(shape) if dim and length == num_samples]
             sizes = [other for other in tensors if other not in same and _adds_up(other.value, shape[0])]
-            tokens = self._token_rules(tensors, batch, shape[0])
-            rows = [Rows(shape[0] // batch)] if shape[0] % batch == 0 else []
+            tokens = self._token_rules(tensors, num_samples, shape[0])
+            rows = [Rows(shape[0] // num_samples)] if shape[0] % num_samples == 0 else []
             names = tuple(tensor.name for tensor in same)
             yield _Choice(names, (None, *dims, *(Ragged(other.name) for other in sizes), *tokens, *rows))
 
-    def _token_rules(self, tensors: Sequence[Argument], batch: int, length: int) -> Iterator[Ragged]:
+    def _token_rules(self, tensors: Sequence[Argument], num_samples: int, length: int) -> Iterator[Ragged]:
         """Rules for a table with a row for every special token in a tensor of token ids, as for every image."""
         config = getattr(self._model, "config", None)
         configs = (config, *getattr(config, "__dict__", {}).values())
         named = (item for part in configs for item in getattr(part, "__dict__", {}).items())
         tokens = dict.fromkeys(value for name, value in named if name.endswith("token_id") and type(value) is int)
         for tensor in tensors:
-            if len(tensor.value) == batch and is_integer(tensor.value):
+            if len(tensor.value) == num_samples and is_integer(tensor.value):
                 for token in tokens:
                     if not tensor.value.is_meta and int((tensor.value == token).sum()) == length:
                         yield Ragged(tensor.name, token)
@@ -153,18 +153,18 @@ class _Search:
         possible, ran = [], []
         for rules in candidates:
             try:
-                parts = split_batch(self._model.forward, self._args, self._kwargs, None, 2, {**self._split, **rules})
+                microbatches = self._halves(rules)
             except RunError:
                 continue
             results = []
-            for part in parts:
-                result = self._run(part.args, part.kwargs)
+            for microbatch in microbatches:
+                result = self._run(microbatch.args, microbatch.kwargs)
                 if result is None:
                     break
                 results.append(result)
             else:
                 ran.append(rules)
-                agreement = _compare(whole, results, [part.size for part in parts])
+                agreement = _compare(whole, results, [microbatch.size for microbatch in microbatches])
                 if agreement == _EQUAL:
                     return rules
                 if agreement == _POSSIBLE:
@@ -182,13 +182,16 @@ class _Search:
 
     def _follows_from_shapes(self, rules: Split) -> bool:
         """Whether rules are about lists only, and give the cuts that the lists have without rules."""
-        call = (self._model.forward, self._args, self._kwargs, None, 2)
         try:
-            by_shape = split_batch(*call, self._split)[0].cuts
-            by_rules = split_batch(*call, {**self._split, **rules})[0].cuts
+            is_equal = self._halves({})[0].cuts == self._halves(rules)[0].cuts
         except RunError:
             return False
-        return by_shape == by_rules and set(rules.values()) <= {"samples", "items"}
+        return is_equal and set(rules.values()) <= {"samples", "items"}
+
+    def _halves(self, rules: Split) -> tuple[Microbatch, ...]:
+        """The batch in two microbatches, with some rules beside those that were given."""
+        splitter = BatchSplitter(self._model.forward, {**self._split, **rules})
+        return splitter.split(Batch(self._args, self._kwargs), 2)
 
     def _run(self, args: Any, kwargs: Any) -> list[object] | None:
         """The leaves of the model's output; None if it raises an error, which is noted."""
@@ -201,8 +204,8 @@ class _Search:
             return None
 
     def _undecided(self, candidates: Sequence[dict[str, SplitRule]]) -> RunError:
-        batch = batch_size(self._arguments, self._split)
-        tried = [rules for rules in candidates if rules and self._has_batch(rules, batch)]
+        num_samples = batch_size(self._arguments, self._split)
+        tried = [rules for rules in candidates if rules and self._has_batch(rules, num_samples)]
         names = {name for rules in tried for name in rules}
         parts = [part for argument in self._arguments for part in _undecided_parts(argument, self._split)]
         named = [part for part in parts if part.name in names]
@@ -212,7 +215,7 @@ class _Search:
             "the batch cannot be split: no way of splitting these arguments is known to give the results of the whole "
             "batch",
             arguments=", ".join(f"{part.name} {shape}" for part, shape in zip(named, shapes, strict=True)),
-            batch=batch,
+            batch=num_samples,
             **({"error": self._failures[0]} if self._failures else {}),
             hint=" or ".join(f"split={{{choice}}}" for choice in choices[:_MAX_SHOWN]) or "split={...}",
         )
@@ -240,13 +243,13 @@ def _combinations(choices: Sequence[_Choice]) -> Iterator[dict[str, SplitRule]]:
         yield {name: rule for choice, rule in pairs for name in choice.names if rule is not _NO_RULE}
 
 
-def _list_options(part: Argument, batch: int) -> tuple[Any, ...]:
+def _list_options(part: Argument, num_samples: int) -> tuple[Any, ...]:
     """The rules that a list may have, the likelier one first."""
     tensors = tensors_in(part.value)
-    if len(part.value) != batch:
+    if len(part.value) != num_samples:
         # A rule although the length decides: in another batch the list may have as many entries as there are samples.
         return ("items",) if tensors else (_NO_RULE,)
-    is_items = not tensors or all(leaf.dim() and leaf.shape[0] == batch for leaf in tensors)
+    is_items = not tensors or all(leaf.dim() and leaf.shape[0] == num_samples for leaf in tensors)
     return ("items", "samples") if is_items else ("samples", "items")
 
 
@@ -274,15 +277,15 @@ def _rule_text(rule: Any) -> str:
 _EQUAL, _POSSIBLE, _DIFFERENT = "equal", "possible", "different"
 
 
-def _compare(whole: Sequence[object], parts: Sequence[Sequence[object]], sizes: Sequence[int]) -> str:
-    """Whether the results of parts are together those of the whole batch.
+def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes: Sequence[int]) -> str:
+    """Whether the results of microbatches of these sizes are together those of the whole batch.
 
     `_POSSIBLE` if only scalars differ: a loss may be averaged in a way that is not known here.
     """
-    if any(len(part) != len(whole) for part in parts):
+    if any(len(half) != len(whole) for half in halves):
         return _DIFFERENT
     agreement = _EQUAL
-    for expected, *results in zip(whole, *parts, strict=True):
+    for expected, *results in zip(whole, *halves, strict=True):
         if not isinstance(expected, Tensor) or not all(isinstance(result, Tensor) for result in results):
             continue
         shapes = [tuple(result.shape) for result in results]  # type: ignore[attr-defined]
@@ -294,7 +297,7 @@ def _compare(whole: Sequence[object], parts: Sequence[Sequence[object]], sizes: 
         elif any(shape != tuple(expected.shape) for shape in shapes):
             return _DIFFERENT
         else:
-            # A result for the whole batch: the same for all parts, or a mean or sum over samples.
+            # A result for the whole batch: the same for all samples, or a mean or sum over samples.
             tensors: Any = results
             combined = [*tensors[:1]] if all(torch.equal(result, tensors[0]) for result in tensors) else []
             if expected.is_floating_point() and not expected.dim():
@@ -307,15 +310,15 @@ def _compare(whole: Sequence[object], parts: Sequence[Sequence[object]], sizes: 
     return agreement
 
 
-def additive_dim(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> int | None:
-    """The only dimension along which concatenating tensors of some shapes gives another shape, or None.
+def additive_dim(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """The only dimension along which tensors of these shapes can be concatenated to the shape `whole`, or None.
 
     A batch dimension adds up, and so does one of packed tokens; the length of the longest sample does not.
     """
-    if any(len(part) != len(whole) for part in parts):
+    if any(len(shape) != len(whole) for shape in shapes):
         return None
-    changed = [dim for dim, length in enumerate(whole) if any(part[dim] != length for part in parts)]
-    if len(changed) != 1 or sum(part[changed[0]] for part in parts) != whole[changed[0]]:
+    changed = [dim for dim, length in enumerate(whole) if any(shape[dim] != length for shape in shapes)]
+    if len(changed) != 1 or sum(shape[changed[0]] for shape in shapes) != whole[changed[0]]:
         return None
     return changed[0]
 

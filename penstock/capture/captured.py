@@ -183,7 +183,7 @@ class Captured:
 
         Batches of equal `kinds` differ only in the values of tensors; by default all kinds differ. The recordings hold
         for the random numbers of the step's seed; without one, for those of the example. Objects in the batches that
-        hold tensors must have been registered as containers, as `split_batch` does. The fingerprint of the model is
+        hold tensors must have been registered as containers, as `BatchSplitter` does. The fingerprint of the model is
         computed once. The model is recorded at least `num_recorded` times: its modules may communicate with other
         processes that record it.
         """

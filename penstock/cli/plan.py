@@ -363,7 +363,7 @@ def make_plan(
     """
     import penstock
     from penstock.api.plan import Examples
-    from penstock.batches import split_batch
+    from penstock.batches import Batch, BatchSplitter
     from penstock.views import TIES_WEIGHTS
 
     if machine.global_batch is not None:
@@ -402,7 +402,7 @@ def make_plan(
             args, kwargs, batch_target = loss.batch
             arguments["loss_fn"] = loss.function
         if replicas > 1:
-            shares = split_batch(model.forward, args, kwargs, batch_target, replicas)
+            shares = BatchSplitter(model.forward).split(Batch(args, kwargs, batch_target), replicas)
             if len(shares) < replicas:
                 sizes = {"samples": len(shares), "replicas": replicas}
                 hint = f"--replicas {len(shares)}, or a batch with more samples"

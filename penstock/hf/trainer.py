@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
-from penstock.batches import split_batch, whole_batch
+from penstock.batches import Batch, BatchSplitter
 from penstock.capture import GeneratorStates, Granularity, python_generators, sharded_head, torch_generators
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
@@ -247,12 +247,12 @@ class PipelineMixin:
         """This replica's samples; all of them if there are fewer samples than replicas."""
         if self._mesh is None:
             return inputs
+        splitter, batch = BatchSplitter(self.model.forward), Batch((), inputs)
         if self._budget and not self._is_predicting:
-            whole, _ = whole_batch(self.model.forward, (), inputs, None, self._replicas)
-            parts = balanced_shares(whole, self._budget["budget_tokens"], self._replicas)
+            shares = balanced_shares(splitter.whole(batch), self._budget["budget_tokens"], self._replicas)
         else:
-            parts = list(split_batch(self.model.forward, (), inputs, None, self._replicas))
-        return inputs if len(parts) < self._replicas else parts[self._mesh.get_local_rank("dp")].kwargs
+            shares = list(splitter.split(batch, self._replicas))
+        return inputs if len(shares) < self._replicas else shares[self._mesh.get_local_rank("dp")].kwargs
 
     def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
         """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.batches import Batch
 from penstock.capture import Recording
 from penstock.errors import RunError
 from penstock.ir import Cuts, Plan, Trace
@@ -39,7 +40,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
 from penstock.runtime.staging import read_scalars
-from penstock.runtime.step import Batch, Result, Step
+from penstock.runtime.step import Result, Step
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches import (
+    TARGET,
+    Batch,
+    BatchSplitter,
     Microbatch,
     Padding,
     Split,
-    Splitting,
     explain_failure,
     find_padding,
     microbatch_kinds,
-    split_batch,
-    whole_batch,
 )
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
@@ -49,7 +49,7 @@ from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
 from penstock.runtime.staging import read_scalars
-from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
+from penstock.runtime.step import Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
 from penstock.runtime.token_budget import (
@@ -92,10 +92,7 @@ class Engine:
         passes = (*DEFAULT_PASSES, moves) if model_part.fsdp.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, model_part.describe)
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
-        self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
-        self._num_microbatches = plan.num_microbatches
-        self._splittings: LruCache[Any, Splitting] = LruCache()
-        """how batches were split, by their structure"""
+        self._splitter = BatchSplitter(model_part.captured.model.forward, split, dict(plan.split))
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(model_part.captured.model.forward)
@@ -250,8 +247,7 @@ class Engine:
     def _find_padding(self, batch: Batch) -> Padding:
         """The lengths of the samples of a batch."""
         if self._padding is None or self._padding[0] is not batch:
-            forward, rules = self._model_part.captured.model.forward, (self._split_rules, self._planned_rules)
-            self._padding = batch, find_padding(whole_batch(forward, *batch, 2, *rules, self._splittings)[0])
+            self._padding = batch, find_padding(self._splitter.whole(batch))
         return self._padding[1]
 
     def _begin_step(
@@ -347,7 +343,7 @@ class Engine:
         if TARGET not in inspect.signature(self._model_part.captured.model.forward).parameters:
             hint = "Pipeline(..., loss_fn=...), or no target if the model computes its loss from its arguments"
             raise RunError("a target needs a loss function or a model whose forward takes it", hint=hint)
-        return args, {**kwargs, TARGET: target}, None
+        return Batch(args, {**kwargs, TARGET: target})
 
     def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
         """Split a batch into microbatches."""
@@ -357,8 +353,7 @@ class Engine:
             stage.check_state()
         if self._budget is not None:
             return self._tokens.microbatches(self._find_padding(batch), self._budget)
-        forward, rules = self._model_part.captured.model.forward, (self._split_rules, self._planned_rules)
-        return split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
+        return self._splitter.split(batch, self._plan.num_microbatches)
 
     def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch into microbatches, and find the recording of each unless they are given."""
@@ -450,11 +445,11 @@ class Engine:
         agreement = Agreement.of_options({"microbatches": known})
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         every, target_checksum = self._options.check_inputs_every, 0
-        if batch[2] is not None and every:
+        if batch.target is not None and every:
             sampled_step = request.step if request.step % every else None
-            target_checksum = checksum([dict(named_leaves(batch[2], TARGET))], sampled_step)
+            target_checksum = checksum([dict(named_leaves(batch.target, TARGET))], sampled_step)
         given = (self._given_names.mask(batch), float(target_checksum))
-        outgoing, own_target = None, batch[2] if groups.rank == self._last_rank and has_loss_fn else None
+        outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._errors_on_all_ranks(request), naming_the_first_rank():
                 if has_no_batch(batch):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.batches import TARGET, Batch
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
@@ -15,7 +16,7 @@ from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
-from penstock.runtime.step import TARGET, Batch, SplitBatch
+from penstock.runtime.step import SplitBatch
 from penstock.stages import Ownership
 
 INPUTS = ("all", "first")
@@ -79,7 +80,7 @@ class BatchSender:
 
     def prepare(self, batch: Batch) -> OutgoingBatch:
         """On rank 0: prepare a batch; nothing is sent yet."""
-        structure, tensors = flatten_structure(batch)
+        structure, tensors = flatten_structure(tuple(batch))
         # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
         rebuilt = _as_batch(read_structure(structure)[0](tensors))
         split = self._split(rebuilt, None)
@@ -109,9 +110,9 @@ class BatchSender:
         split = self._split(batch, recordings)
         # Without the target of this rank: rank 0, which does not have it, must find the same signature.
         self._keep_signature(index, structure, split, batch)
-        if own_target is None or batch[2] is not None:
+        if own_target is None or batch.target is not None:
             return split
-        split = self._split((batch[0], batch[1], own_target), split.recordings)
+        split = self._split(batch._replace(target=own_target), split.recordings)
         for name, cut in split.microbatches[0].cuts.items():
             if name.startswith(TARGET) and cut.sizes and not cut.sizes.startswith(TARGET):
                 raise RunError(
@@ -135,12 +136,12 @@ class BatchSender:
         """Keep the signature of a batch for `commit`, if it is new."""
         self._new = None
         if index not in self._signatures:
-            named = named_inputs(self._model_part.captured.model.forward, batch[0], batch[1])
+            named = named_inputs(self._model_part.captured.model.forward, batch.args, batch.kwargs)
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             cuts = split.microbatches[0].cuts
             tables = {cut.sizes for cut in cuts.values()}
-            read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch[2], TARGET)) if name in tables}
+            read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch.target, TARGET)) if name in tables}
             self._new = BatchSignature(
                 split.recordings,
                 tuple(names.get(id(leaf), "") for leaf in tensors),
@@ -193,10 +194,10 @@ class GivenNames:
     def mask(self, batch: Batch) -> float:
         """The arguments of this rank that are not None."""
         try:
-            given = self._signature.bind_partial(*batch[0], **batch[1]).arguments
+            given = self._signature.bind_partial(*batch.args, **batch.kwargs).arguments
         except TypeError:  # rank 0 reports arguments that the model does not take
             given = {}
-        names = [name for name, value in (*given.items(), (TARGET, batch[2])) if value is not None]
+        names = [name for name, value in (*given.items(), (TARGET, batch.target)) if value is not None]
         return float(sum({self._bits.get(name, 0) for name in names}))
 
     def check(self, masks: Sequence[float], last_rank: int, has_loss_fn: bool) -> None:
@@ -218,7 +219,8 @@ class GivenNames:
 
 def has_no_batch(batch: Batch) -> bool:
     """Whether a rank passed at most a target and options of the model, such as `use_cache=False`."""
-    return not batch[0] and all(value is None or isinstance(value, int | float | str) for value in batch[1].values())
+    plain = (value is None or isinstance(value, int | float | str) for value in batch.kwargs.values())
+    return not batch.args and all(plain)
 
 
 @contextmanager
@@ -266,4 +268,4 @@ def _sent(tensors: Sequence[Tensor], needed: Collection[int] | None) -> list[int
 
 
 def _as_batch(structure: Any) -> Batch:
-    return tuple(structure[0]), dict(structure[1]), structure[2]
+    return Batch(tuple(structure[0]), dict(structure[1]), structure[2])

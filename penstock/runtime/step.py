@@ -12,12 +12,6 @@ from penstock.loss import LossStep
 from penstock.planner import TokenGroup
 from penstock.runtime.health import Extremes
 
-Batch = tuple[Any, Any, Any]
-"""args, kwargs and target of a step"""
-TARGET = "target"
-"""keyword argument of `Pipeline.step` that the loss function gets; the model gets it if its forward has a parameter of
-this name"""
-
 
 class SplitBatch(NamedTuple):
     """A batch as microbatches, with the recording and the named input tensors of each."""

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.batches import Microbatch, Padding, find_padding
+from penstock.batches import Batch, Microbatch, Padding, find_padding
 from penstock.capture import Recording
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples
-from penstock.runtime.step import Batch
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
 """by dtype: how far apart the losses of samples with and without padding may be because of rounding, relatively"""
@@ -104,7 +103,7 @@ def compared_batches(padding: Padding) -> tuple[Batch, Batch] | None:
         length = max(padding.lengths[sample] for sample in samples)
         if length < padding.width:
             cut, whole = (padding.microbatch(samples, each) for each in (length, padding.width))
-            return (cut.args, cut.kwargs, cut.target), (whole.args, whole.kwargs, whole.target)
+            return Batch(cut.args, cut.kwargs, cut.target), Batch(whole.args, whole.kwargs, whole.target)
     return None
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from penstock.batches import Microbatch, microbatch_sizes, split_batch
-from penstock.capture import LruCache
+from penstock.batches import Batch, BatchSplitter, Microbatch, microbatch_sizes
 from penstock.errors import RunError
 from penstock.ir import Ragged, Rows, named_leaves
 
@@ -44,7 +43,7 @@ def test_sizes_differ_by_at_most_one_and_the_larger_come_first(
 
 def test_a_piece_of_a_tensor_that_requires_a_gradient_can_be_written_in_place() -> None:
     x = torch.ones(4, 2, requires_grad=True)
-    first, second = split_batch(forward, (2 * x,), {}, None, 2)
+    first, second = BatchSplitter(forward).split(Batch((2 * x,), {}), 2)
     (first.args[0].mul_(3).sum() + second.args[0].sum()).backward()
     assert x.grad is not None
     assert x.grad[:, 0].tolist() == [6.0, 6.0, 2.0, 2.0]
@@ -55,7 +54,7 @@ def test_the_pieces_are_views_that_make_up_the_batch(batch: int, asked: int, dim
     shape = [2, 3, 4]
     shape[dim] = batch
     x, target = torch.randn(shape), torch.arange(batch)
-    pieces = split_batch(forward, (x,), {}, target, asked, {"x": dim})
+    pieces = BatchSplitter(forward, {"x": dim}).split(Batch((x,), {}, target), asked)
     assert torch.equal(torch.cat([piece.args[0] for piece in pieces], dim), x)
     assert torch.equal(torch.cat([piece.target for piece in pieces]), target)
     assert sizes(pieces) == [len(piece.target) for piece in pieces] == list(microbatch_sizes(batch, asked))
@@ -80,21 +79,22 @@ def test_any_structure_is_cut_leaf_by_leaf(tree: Any, asked: int) -> None:
             return {key: filled(item, tensors) for key, item in tree.items()}
         return tensors.get(tree, tree) if isinstance(tree, str) else tree
 
-    pieces = split_batch(forward, (torch.zeros(6), filled(tree, tensors)), {}, None, asked)
+    pieces = BatchSplitter(forward).split(Batch((torch.zeros(6), filled(tree, tensors)), {}), asked)
     for piece, part in zip(pieces, tensors["batch"].split(sizes(pieces)), strict=True):
         assert str(piece.args[1]) == str(filled(tree, {**tensors, "batch": part}))
 
 
 def test_arguments_without_a_batch_dimension_are_not_split() -> None:
     table, number = torch.zeros(1, 5), torch.tensor(3.0)
-    pieces = split_batch(forward, (torch.zeros(4, 5), table), {"scale": number, "flag": True, "none": None}, None, 2)
+    batch = Batch((torch.zeros(4, 5), table), {"scale": number, "flag": True, "none": None})
+    pieces = BatchSplitter(forward).split(batch, 2)
     assert all(piece.args[1] is table and piece.kwargs["scale"] is number for piece in pieces)
     assert [(piece.kwargs["flag"], piece.kwargs["none"]) for piece in pieces] == [(True, None)] * 2
 
 
 def test_dataclasses_and_model_outputs_stay_what_they_are() -> None:
     given = BaseModelOutput(last_hidden_state=torch.zeros(4, 2))
-    first, _ = split_batch(forward, (Pair(torch.zeros(4), None),), {"more": given}, None, 2)
+    first, _ = BatchSplitter(forward).split(Batch((Pair(torch.zeros(4), None),), {"more": given}), 2)
     assert isinstance(first.args[0], Pair)
     assert first.args[0].left.shape == (2,)
     assert isinstance(first.kwargs["more"], BaseModelOutput)
@@ -103,12 +103,12 @@ def test_dataclasses_and_model_outputs_stay_what_they_are() -> None:
 
 def test_the_call_keeps_its_positions_and_keywords() -> None:
     x = torch.zeros(4)
-    (piece,) = split_batch(forward, (x, x, 5), {"scale": 2, "other": x}, None, 1)
+    (piece,) = BatchSplitter(forward).split(Batch((x, x, 5), {"scale": 2, "other": x}), 1)
     assert (len(piece.args), list(piece.kwargs)) == (3, ["scale", "other"])
 
 
 def test_the_first_tensor_of_the_signature_gives_the_batch_size() -> None:
-    pieces = split_batch(forward, (), {"mask": torch.zeros(3), "x": torch.zeros(6, 3)}, None, 3)
+    pieces = BatchSplitter(forward).split(Batch((), {"mask": torch.zeros(3), "x": torch.zeros(6, 3)}), 3)
     assert sizes(pieces) == [2, 2, 2]
     assert pieces[0].kwargs["mask"].shape == (3,)
 
@@ -117,19 +117,21 @@ def test_split_overrides_by_name_and_a_part_overrides_its_whole() -> None:
     x, table = torch.zeros(3, 4), torch.zeros(4, 4)
     batch = {"ids": torch.zeros(4), "table": torch.zeros(4)}
     split = {"x": 1, "mask": None, "batch": 0, "batch.table": None, "target.y": -1}
-    first, _ = split_batch(forward, (x, table), {"batch": batch}, {"y": torch.zeros(2, 4)}, 2, split)
+    first, _ = BatchSplitter(forward, split).split(Batch((x, table), {"batch": batch}, {"y": torch.zeros(2, 4)}), 2)
     assert (first.args[0].shape, first.args[1].shape) == ((3, 2), (4, 4))
     assert (len(first.kwargs["batch"]["ids"]), len(first.kwargs["batch"]["table"])) == (2, 4)
     assert first.target["y"].shape == (2, 2)
 
 
 def test_an_entry_for_a_parameter_that_is_left_out_waits_for_another_step() -> None:
-    assert sizes(split_batch(forward, (torch.zeros(2),), {}, None, 2, {"mask": None, "target": None})) == [1, 1]
+    splitter = BatchSplitter(forward, {"mask": None, "target": None})
+    assert sizes(splitter.split(Batch((torch.zeros(2),), {}), 2)) == [1, 1]
 
 
 def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
+    splitter = BatchSplitter(forward, {"atention_mask": None})
     with pytest.raises(RunError, match="'attention_mask'"):
-        split_batch(forward, (torch.zeros(2),), {"attention_mask": torch.zeros(2)}, None, 2, {"atention_mask": None})
+        splitter.split(Batch((torch.zeros(2),), {"attention_mask": torch.zeros(2)}), 2)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +147,16 @@ def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
 )  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_sizes(args: Any, target: Any, split: Any, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        split_batch(forward, args, {}, target, 2, split)
+        BatchSplitter(forward, split).split(Batch(args, {}, target), 2)
 
 
 def test_a_step_without_microbatches_is_refused() -> None:
     with pytest.raises(RunError, match="microbatches must be 1 or more"):
-        split_batch(forward, (torch.zeros(4),), {}, None, 0)
+        BatchSplitter(forward).split(Batch((torch.zeros(4),), {}), 0)
 
 
 def test_a_target_that_is_a_number_is_given_whole() -> None:
-    first, _ = split_batch(forward, (torch.zeros(4),), {}, (torch.tensor(2.0), 7), 2)
+    first, _ = BatchSplitter(forward).split(Batch((torch.zeros(4),), {}, (torch.tensor(2.0), 7)), 2)
     assert first.target == (torch.tensor(2.0), 7)
 
 
@@ -170,7 +172,7 @@ def test_a_list_with_a_dict_for_each_sample_is_split_by_entries(place: str) -> N
     # One sample has as many boxes as there are samples.
     labels, x = boxes(1, 3, 0), torch.zeros(3, 2)
     args, target = ((x, labels), None) if place == "argument" else ((x,), tuple(labels))
-    pieces = split_batch(forward, args, {}, target, 2)
+    pieces = BatchSplitter(forward).split(Batch(args, {}, target), 2)
     found = [piece.args[1] if place == "argument" else piece.target for piece in pieces]
     assert [[len(one["boxes"]) for one in own] for own in found] == [[1, 3], [0]]
     assert type(found[0]) is (list if place == "argument" else tuple)
@@ -184,7 +186,7 @@ def test_a_list_with_a_dict_for_each_sample_is_split_by_entries(place: str) -> N
     ],
 )
 def test_whole_tensors_in_a_list_as_long_as_the_batch_are_split_each(features: Any) -> None:
-    first, _ = split_batch(forward, (torch.zeros(2), features), {}, None, 2)
+    first, _ = BatchSplitter(forward).split(Batch((torch.zeros(2), features), {}), 2)
     assert len(first.args[1]) == 2
     assert all(len(leaf) == 1 for leaf in (first.args[1] if isinstance(features, list) else first.args[1][0]))
 
@@ -195,18 +197,18 @@ def test_whole_tensors_in_a_list_as_long_as_the_batch_are_split_each(features: A
 )
 def test_a_list_that_may_be_either_is_refused_and_split_by_its_rule(thing: Any) -> None:
     with pytest.raises(RunError, match=r"argument: mask, entries: 2, batch: 2") as error:
-        split_batch(forward, (torch.zeros(2), thing), {}, None, 2)
+        BatchSplitter(forward).split(Batch((torch.zeros(2), thing), {}), 2)
     assert """split={'mask': "samples"}""" in error.value.hint
-    first, _ = split_batch(forward, (torch.zeros(2), thing), {}, None, 2, {"mask": "samples"})
+    first, _ = BatchSplitter(forward, {"mask": "samples"}).split(Batch((torch.zeros(2), thing), {}), 2)
     assert len(first.args[1]) == 1
-    first, _ = split_batch(forward, (torch.zeros(2), thing), {}, None, 2, {"mask": "items"})
+    first, _ = BatchSplitter(forward, {"mask": "items"}).split(Batch((torch.zeros(2), thing), {}), 2)
     assert len(first.args[1]) == 2
-    assert sizes(split_batch(forward, (torch.zeros(2), thing), {}, None, 1)) == [2]
+    assert sizes(BatchSplitter(forward).split(Batch((torch.zeros(2), thing), {}), 1)) == [2]
 
 
 def test_a_list_may_give_the_size_of_the_batch() -> None:
     images = [torch.zeros(3, size, size) for size in (4, 5, 6)]
-    pieces = split_batch(forward, (images,), {}, None, 3, {"x": "samples"})
+    pieces = BatchSplitter(forward, {"x": "samples"}).split(Batch((images,), {}), 3)
     assert [[len(image[0]) for image in piece.args[0]] for piece in pieces] == [[4], [5], [6]]
 
 
@@ -215,10 +217,10 @@ def test_a_list_may_give_the_size_of_the_batch() -> None:
 
 def test_rows_of_a_sample_stay_together_and_give_the_size_of_the_batch() -> None:
     ids, mask = torch.arange(12), torch.arange(3)
-    pieces = split_batch(forward, (ids, mask), {}, None, 2, {"x": Rows(4)})
+    pieces = BatchSplitter(forward, {"x": Rows(4)}).split(Batch((ids, mask), {}), 2)
     assert [piece.args[0].tolist() for piece in pieces] == [list(range(8)), list(range(8, 12))]
     assert [len(piece.args[1]) for piece in pieces] == [2, 1]
-    first, _ = split_batch(forward, (mask, ids.unsqueeze(0)), {}, None, 2, {"mask": Rows(dim=1)})
+    first, _ = BatchSplitter(forward, {"mask": Rows(dim=1)}).split(Batch((mask, ids.unsqueeze(0)), {}), 2)
     assert first.args[1].shape == (1, 8)
 
 
@@ -236,7 +238,7 @@ GRID = torch.tensor([[1, 2, 2], [1, 1, 3], [2, 1, 1], [1, 1, 1]])
 def test_ragged_tensors_follow_tables_that_may_be_ragged_too(more: dict[str, Tensor], rule: Ragged) -> None:
     patches, x = torch.arange(10), torch.zeros(3)
     split = {"patches": Ragged("grid"), "grid": rule}
-    pieces = split_batch(forward, (x,), {"patches": patches, "grid": GRID, **more}, None, 3, split)
+    pieces = BatchSplitter(forward, split).split(Batch((x,), {"patches": patches, "grid": GRID, **more}), 3)
     assert [piece.kwargs["patches"].tolist() for piece in pieces] == [[*range(7)], [], [7, 8, 9]]
     assert [len(piece.kwargs["grid"]) for piece in pieces] == [2, 0, 2]
 
@@ -256,7 +258,7 @@ def test_ragged_tensors_follow_tables_that_may_be_ragged_too(more: dict[str, Ten
 def test_rows_that_do_not_fit_are_refused(split: Any, message: str) -> None:
     given = {"patches": torch.arange(10), "grid": GRID}
     with pytest.raises(RunError, match=message):
-        split_batch(forward, (torch.ones(4, dtype=torch.int64),), given, None, 2, split)
+        BatchSplitter(forward, split).split(Batch((torch.ones(4, dtype=torch.int64),), given), 2)
 
 
 @pytest.mark.parametrize("make", [lambda: Rows(0), lambda: Rows(2, "0"), lambda: Ragged(""), lambda: Ragged("x", 1.5)])
@@ -270,7 +272,7 @@ def test_samples_that_are_taken_and_joined_are_the_microbatch(asked: int, cut: i
     labels, lengths = boxes(2, 0, 3, 1, 2), torch.tensor([2, 0, 3, 1, 2])
     more = {"packed": torch.arange(8), "lengths": lengths, "codes": torch.arange(10), "table": torch.zeros(3)}
     split = {"packed": Ragged("lengths"), "codes": Rows(2)}
-    pieces = split_batch(forward, (torch.zeros(5),), {"labels": labels, **more}, lengths, asked, split)
+    pieces = BatchSplitter(forward, split).split(Batch((torch.zeros(5),), {"labels": labels, **more}, lengths), asked)
     whole = Microbatch.join(pieces)
     again = Microbatch.join([whole.take(0, cut), whole.take(cut, 5 - cut)]) if cut else whole
     for one in (whole, again):
@@ -280,10 +282,6 @@ def test_samples_that_are_taken_and_joined_are_the_microbatch(asked: int, cut: i
 
 
 # Decisions that are kept
-
-
-def backwards(mask: Any, x: Any, **more: Any) -> None:
-    """Stands for a forward whose parameters are in another order."""
 
 
 class Holder:
@@ -296,31 +294,37 @@ class Holder:
 def test_a_kept_decision_is_used_for_batches_that_are_split_alike_only() -> None:
     x, pair, table = torch.arange(4), [torch.arange(2), torch.arange(2)], torch.arange(6)
     ragged = {"table": Ragged("mask")}
-    calls: list[tuple[Any, ...]] = [
-        (forward, (x, x), {}, None, 2),
-        (forward, (x, torch.arange(2)), {}, None, 2),
-        (forward, (x, x), {}, None, 3),
-        (forward, (x, x), {}, None, 2, {"mask": None}),
-        (forward, (x, x), {}, None, 2, None, {"mask": None}),
-        (backwards, (torch.arange(2), x), {}, None, 2),
-        (forward, (x, pair), {}, None, 2),
-        (forward, (x, tuple(pair)), {}, None, 2),
-        (forward, (torch.arange(2), pair), {}, None, 2, {"mask": "samples"}),
-        (forward, (torch.arange(2), dict(enumerate(pair))), {}, None, 2),
-        (forward, (x, Holder(1)), {}, None, 2),
-        (forward, (x, Holder(x)), {}, None, 2),
-        (forward, (x,), {"scale": x}, None, 2),
-        (forward, (x,), {"scale": None}, x, 2),
-        (forward, (x,), {"mask": torch.tensor([1, 2, 1, 2]), "table": table}, None, 2, ragged),
-        (forward, (x,), {"mask": torch.tensor([2, 2, 2, 0]), "table": table}, None, 2, ragged),
+    cases: list[tuple[dict[str, Any], list[tuple[Batch, int]]]] = [
+        (
+            {},
+            [
+                (Batch((x, x), {}), 2),
+                (Batch((x, torch.arange(2)), {}), 2),
+                (Batch((x, x), {}), 3),
+                (Batch((x, pair), {}), 2),
+                (Batch((x, tuple(pair)), {}), 2),
+                (Batch((torch.arange(2), dict(enumerate(pair))), {}), 2),
+                (Batch((x, Holder(1)), {}), 2),
+                (Batch((x, Holder(x)), {}), 2),
+                (Batch((x,), {"scale": x}), 2),
+                (Batch((x,), {"scale": None}, x), 2),
+            ],
+        ),
+        (
+            ragged,
+            [
+                (Batch((x,), {"mask": torch.tensor([1, 2, 1, 2]), "table": table}), 2),
+                (Batch((x,), {"mask": torch.tensor([2, 2, 2, 0]), "table": table}), 2),
+            ],
+        ),
     ]
-    known: LruCache[Any, Any] = LruCache()
-    for _ in range(2):
-        for forward_, args, kwargs, target, count, *rules in calls:
-            rules = [*rules, None, None][:2]
-            pieces = split_batch(forward_, args, kwargs, target, count, *rules, known)
-            expected = split_batch(forward_, args, kwargs, target, count, *rules)
-            assert [shown(piece) for piece in pieces] == [shown(piece) for piece in expected]
+    for split, batches in cases:
+        splitter = BatchSplitter(forward, split)
+        for _ in range(2):
+            for batch, count in batches:
+                pieces = splitter.split(batch, count)
+                expected = BatchSplitter(forward, split).split(batch, count)
+                assert [shown(piece) for piece in pieces] == [shown(piece) for piece in expected]
 
 
 def shown(piece: Microbatch) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from penstock.batches import split_batch
+from penstock.batches import Batch, BatchSplitter
 from penstock.capture import capture, without_cache
 from penstock.errors import RunError
 from penstock.ir import transform
@@ -98,7 +98,7 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         with torch.no_grad():
             return losses_of(model(*args, **kwargs))[""]
 
-    pieces = split_batch(model.forward, args, kwargs, None, 3)
+    pieces = BatchSplitter(model.forward).split(Batch(args, kwargs), 3)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
     step = LossStep(pieces, [captured.recording(piece.args, piece.kwargs) for piece in pieces], True)
     loss_weights = LossWeights(captured, OneReplica())
@@ -121,7 +121,7 @@ def test_a_model_without_a_warning_has_the_loss_of_its_microbatches(name: str) -
 @pytest.mark.parametrize("name", sorted(UNSCORED - ROUGH))
 def test_of_models_without_a_loss_only_batch_norm_causes_a_warning(name: str) -> None:
     model, args, kwargs = ZOO[name]()
-    pieces = split_batch(model.forward, args, without_cache(model, kwargs), None, 1)
+    pieces = BatchSplitter(model.forward).split(Batch(args, without_cache(model, kwargs)), 1)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
     step = LossStep(pieces, [captured.first], True, weights=(1.0,))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
@@ -160,7 +160,7 @@ class Scored(nn.Module):
 def weighed(loss: Any, microbatches: int = 2, last: nn.Module | None = None) -> tuple[str, str]:
     """How the loss of a model is found to be averaged, and the problem with it, without a call of a layer."""
     model = Scored(loss, last)
-    pieces = split_batch(model.forward, (X, T), {}, None, microbatches)
+    pieces = BatchSplitter(model.forward).split(Batch((X, T), {}), microbatches)
     captured = capture(model, pieces[0].args)
     step = LossStep(pieces, [captured.first] * len(pieces), True)
     loss_weights = LossWeights(captured, OneReplica())
@@ -235,7 +235,7 @@ def test_hooks_and_state_of_a_model_are_left_alone() -> None:
     called: list[str] = []
     model.register_forward_hook(lambda module, args, result: called.append("model"))
     model.layers[0].register_forward_hook(lambda module, args, result: called.append("layer"))
-    pieces = split_batch(model.forward, (X, T), {}, None, 2)
+    pieces = BatchSplitter(model.forward).split(Batch((X, T), {}), 2)
     captured = capture(model, pieces[0].args)
     called.clear()
     state = torch.get_rng_state()
@@ -272,7 +272,7 @@ class Between(nn.Module):
 )
 def test_samples_that_interact_between_blocks_cause_a_warning(between: Any, is_mixing: bool) -> None:
     model = Between(between)
-    pieces = split_batch(model.forward, (X,), {}, None, 2)
+    pieces = BatchSplitter(model.forward).split(Batch((X,), {}), 2)
     captured = capture(model, pieces[0].args)
     step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
@@ -293,7 +293,7 @@ def test_samples_that_interact_between_blocks_cause_a_warning(between: Any, is_m
 def test_batch_norm_causes_a_warning_only_where_it_takes_statistics(norm: nn.Module, warns: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 3), norm)
     norm.training = norm.training and not isinstance(norm, nn.GroupNorm)
-    pieces = split_batch(model.forward, (X,), {}, None, 2)
+    pieces = BatchSplitter(model.forward).split(Batch((X,), {}), 2)
     captured = capture(model, pieces[0].args)
     step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
@@ -303,7 +303,7 @@ def test_batch_norm_causes_a_warning_only_where_it_takes_statistics(norm: nn.Mod
 def test_of_many_layers_three_are_named() -> None:
     model, args, kwargs = ZOO["resnet50"]()
     captured = capture(model, args, kwargs)
-    pieces = split_batch(model.forward, args, kwargs, None, 1)
+    pieces = BatchSplitter(model.forward).split(Batch(args, kwargs), 1)
     step = LossStep(pieces, [captured.first], True, weights=(1.0,))
     (warning,) = LossWeights(captured, OneReplica()).warnings(step)
     assert warning.endswith(": bn1, layer1.0.bn1, layer1.0.bn2 and 50 more")
@@ -377,7 +377,7 @@ class Collecting(nn.Module):
 def test_labels_are_counted_whatever_the_blocks_return_or_hooks_collect(make: Any, batch: Tensor) -> None:
     model, labels = make(), torch.randint(9, (5, 3))
     labels[0, :2] = -100
-    pieces = split_batch(model.forward, (batch, labels), {}, None, 2)
+    pieces = BatchSplitter(model.forward).split(Batch((batch, labels), {}), 2)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
     step = LossStep(pieces, [captured.recording(piece.args, piece.kwargs) for piece in pieces], True)
     loss_weights = LossWeights(captured, OneReplica())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.batches import microbatch_sizes, split_batch
+from penstock.batches import Batch, BatchSplitter, microbatch_sizes
 from penstock.loss.find_weights import decide
 from penstock.loss.function import LossFunction
 from tests.loss.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers
@@ -144,7 +144,7 @@ def test_pairs_of_microbatches_are_enough_for_most(microbatches: int, monkeypatc
     warned, wrong = set(), []
     for name, row in TABLE.items():
         y = MODEL(X).detach().requires_grad_()
-        pieces = split_batch(lambda x: None, (X,), {}, row.target, microbatches)
+        pieces = BatchSplitter(lambda x: None).split(Batch((X,), {}, row.target), microbatches)
         source = LossFunction(row.loss_fn, {}).begin(pieces, y[: sizes[0]], sizes[0])
         decision, weights = decide(source, [(source.tensors(piece), piece.size) for piece in pieces], 1)
         if decision.problem:
