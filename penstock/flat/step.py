@@ -128,11 +128,9 @@ class _SplitInputs(NamedTuple):
 
 def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int) -> _SplitInputs:
     """Split the inputs. Collective: if one rank cannot, all raise the same error."""
-    try:
+    with pipeline.engine.sync.errors_on_all_ranks(request):
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
         size = _batch_size(pipeline, given, num_microbatches)
-    except RunError as error:
-        raise pipeline.engine.refuse(request, error) from None
     # A rank without inputs has no size: minus infinity never is the largest.
     maxes = (-math.inf, -math.inf) if size is None else (float(size), -float(size))
     largest, smallest = pipeline.engine.sync.exchange(request, SyncVote(maxes=maxes)).maxes[:2]

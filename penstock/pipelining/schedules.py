@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.batches import Microbatch, microbatch_sizes
 from penstock.capture import spec_of
-from penstock.errors import PenstockError, PenstockWarning, RunError, ScheduleError
+from penstock.errors import PenstockWarning, RunError, ScheduleError
 from penstock.ir import Cuts, Kind, Program, Schedule, as_int, is_finite, leaves, transform
 from penstock.passes import DEFAULT_PASSES, lower, verify
 from penstock.pipelining.actions import (
@@ -256,16 +256,13 @@ class _PipelineSchedule:
         shapes.
         """
         count = self._n_microbatches
-        try:
+        with engine.sync.errors_on_all_ranks(request):
             if is_training and not torch.is_grad_enabled():
                 raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
             program = self._program(is_training)
             self._check_arguments(given, last, is_training)
             step = self._split(given, last, is_training)
             digest = self._digest(step)
-        except Exception as error:
-            own_error = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            raise engine.refuse(request, own_error) from error.__cause__
         # Only the first stage is given all samples; a rank without them must not affect the maximum.
         has_samples = step.num_samples is not None and any(stage.is_first for stage in self._stages)
         maxes = (float(step.num_samples or 0) if has_samples else -float("inf"),)

@@ -22,7 +22,7 @@ from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.compile import Edges, Roots, StepCompiler
-from penstock.runtime.engine import LOSS_DTYPES, Engine, generators_restored, mix_seed, step_options
+from penstock.runtime.engine import Engine, generators_restored, mix_seed, step_options
 from penstock.runtime.executor import (
     ActionTimes,
     Pass,
@@ -39,8 +39,7 @@ from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
-from penstock.runtime.staging import read_scalars
-from penstock.runtime.step import Result, Step
+from penstock.runtime.step import LOSS_DTYPES, NO_LOSS, LossVote, Result, Step
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
@@ -304,7 +303,7 @@ class AsyncEngine(Engine):
         self.check_usable()
         request = SyncRequest("step", number, step_options(False, records, scale))
         with watch_step(self._groups.monitor, number, True):
-            with self._errors_on_all_ranks(request, self._sync_of_call):
+            with self._sync_of_call.errors_on_all_ranks(request):
                 entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records, scale)
             with self._failing():
                 self._start_vote(request, vote)
@@ -506,20 +505,9 @@ class AsyncEngine(Engine):
         """Send the vote of a call, and with it the losses of the batch before."""
         batch = self._batches[-1] if self._batches else None
         if batch is not None:
-            step, count = batch.step, len(batch.step.microbatches)
-            losses_and_weights: tuple[float, ...] = ()
-            loss, has_loss, dtype = 0.0, 0.0, -1.0
-            if step.losses:
-                assert step.weights is not None
-                values = torch.stack([step.losses[index] for index in range(count)])
-                weights = [weight * step.scale for weight in step.weights]
-                losses_and_weights = (*values.tolist(), *weights)
-                has_loss, dtype = 1.0, float(LOSS_DTYPES.index(values.dtype))
-                # A microbatch of weight 0 does not count, even if its loss is NaN.
-                loss = sum(w * value for w, value in zip(weights, losses_and_weights, strict=False) if w)
-            added = step.scale * sum(read_scalars([value for each in step.added.values() for value in each]))
-            vote = vote._replace(sums=(loss, added), maxes=(has_loss, dtype))
-            self._losses.start(losses_and_weights, count)
+            own = LossVote.of(batch.step)
+            vote = vote._replace(sums=(own.total, own.added), maxes=(own.kind, own.dtype))
+            self._losses.start(own.content, len(batch.step.microbatches))
         self._sync_of_call.start(request, vote)
         self._votes.append((self._sync_of_call, batch))
         self._num_calls += 1
@@ -535,16 +523,16 @@ class AsyncEngine(Engine):
     def _publish(self, lag: int) -> None:
         """Make the results of all batches known whose votes were sent at least `lag` calls ago, on every rank."""
         while len(self._finished) + sum(batch is not None for _, batch in self._votes) > lag and self._finished:
-            batch, (loss, added, has_loss, dtype) = self._finished.popleft()
+            batch, (total, added, kind, dtype) = self._finished.popleft()
             count = len(batch.step.microbatches)
             numbers = self._losses.finish()
-            if has_loss <= 0:
+            if kind <= NO_LOSS:
                 batch.result.set(Result(None, ()))
                 continue
             loss_dtype = LOSS_DTYPES[int(dtype)]
             losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
-            total = torch.tensor(loss + added, dtype=torch.float64).to(loss_dtype)
-            batch.result.set(Result(total, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))
+            loss = torch.tensor(total + added, dtype=torch.float64).to(loss_dtype)
+            batch.result.set(Result(loss, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))
 
 
 def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:

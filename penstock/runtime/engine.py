@@ -6,13 +6,13 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.batches import (
     TARGET,
@@ -45,11 +45,11 @@ from penstock.runtime.executor import (
 from penstock.runtime.health import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.loss_head import LossHead, StepWarnings
-from penstock.runtime.model_part import BufferName, ModelPart
+from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
 from penstock.runtime.staging import read_scalars
-from penstock.runtime.step import Result, SplitBatch, Step
+from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, SplitBatch, Step, StepSnapshot
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
 from penstock.runtime.token_budget import (
@@ -63,8 +63,6 @@ from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
 _LOG = logging.getLogger(__name__)
-LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""the dtypes that a loss may have; ranks exchange the index in this tuple"""
 _MASK = (1 << 64) - 1
 
 
@@ -216,7 +214,7 @@ class Engine:
         votes = groups.peers is not None or self._sender is not None
         vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
         pair, kind = None, None
-        with self._errors_on_all_ranks(vote_request if votes else request):
+        with self._sync.errors_on_all_ranks(vote_request if votes else request):
             if self._model_part.replicas_share_parameters or groups.num_tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
@@ -292,7 +290,7 @@ class Engine:
         """
         groups = self._groups
         comparison = SyncRequest(f"the batch of {request.name}", request.step)
-        with self._errors_on_all_ranks(comparison):
+        with self._sync.errors_on_all_ranks(comparison):
             batch_checksum, leaves = self._batch_checksum(batch, request)
             if not batch_checksum:
                 # Shapes are compared in any case: blocks of these ranks exchange tensors.
@@ -380,7 +378,7 @@ class Engine:
         `finds_dims`: the batch dimensions of the outputs are found by another recording, after the step.
         """
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
-        with self._errors_on_all_ranks(shapes):
+        with self._sync.errors_on_all_ranks(shapes):
             number, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and not has_no_batch(batch):
                 parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
@@ -410,7 +408,7 @@ class Engine:
     ) -> tuple[SplitBatch, CompiledStep, float]:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups = self._groups
-        with self._errors_on_all_ranks(request):
+        with self._sync.errors_on_all_ranks(request):
             if not groups.is_local and has_no_batch(batch):
                 hint = (
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
@@ -451,7 +449,7 @@ class Engine:
         given = (self._given_names.mask(batch), float(target_checksum))
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
-            with self._errors_on_all_ranks(request), naming_the_first_rank():
+            with self._sync.errors_on_all_ranks(request), naming_the_first_rank():
                 if has_no_batch(batch):
                     hint = "step(x, target=y) on rank 0; the target may be passed on the rank of the last stage"
                     raise RunError('with inputs="first" rank 0 must be given the batch', hint=hint)
@@ -480,7 +478,7 @@ class Engine:
             new = SyncRequest("the shapes of a batch", request.step)
             if groups.monitor is not None:
                 groups.monitor.building()
-            with self._errors_on_all_ranks(new):
+            with self._sync.errors_on_all_ranks(new):
                 split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
                 compiled = self._compiled(split, is_training)
             self._sync.exchange(new, SyncVote(compiled.agreement))
@@ -495,18 +493,6 @@ class Engine:
             return self._compiler.compile(is_training, split.recordings, roots)
 
         return self._compiled_steps.get((is_training, split.recordings), make)
-
-    @contextmanager
-    def _errors_on_all_ranks(self, request: SyncRequest, sync: RankSync | None = None) -> Iterator[None]:
-        """Raise an error of the body on every rank: the other ranks raise it in the sync of `request`."""
-        try:
-            yield
-        except Exception as error:
-            shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            (sync or self._sync).refuse(request, shared)
-            if isinstance(shared, RunError) and not (shared.is_shared or self._groups.is_local):
-                shared = shared.at(rank=self._groups.rank)
-            raise shared.on_all_ranks() from (error.__cause__ if isinstance(error, PenstockError) else error)
 
     def _size_and_loss(self, split: SplitBatch, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
@@ -618,60 +604,40 @@ class Engine:
 
     def _end_step(self, step: Step, compiled: CompiledStep, number: int, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
-        groups, count = self._groups, len(step.microbatches)
-        losses_and_weights: tuple[float, ...] = ()
-        loss, loss_kind, dtype = 0.0, 0.0, -1.0
-        if step.losses:
-            # Only the rank of the last stage has losses: it sends them, and their weights, with its vote.
-            assert step.weights is not None
-            losses, weights = [step.losses[index] for index in range(count)], _scaled(step.weights, step.scale)
-            values = torch.stack(losses).tolist()
-            losses_and_weights = (*values, *weights)
-            loss_kind, dtype = (2.0 if step.weights_by_loss else 1.0), float(LOSS_DTYPES.index(losses[0].dtype))
-            # A microbatch of weight 0 does not count, even if its loss is NaN.
-            loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
-        added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
-        first_bad_output, last_bad_gradient = math.inf, -math.inf
-        if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
-            for index, parameters in self._parameters.items():
-                step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
-            in_outputs, in_gradients = step.extremes.nonfinite_stages()
-            # NaN spreads to later stages in forward and to earlier ones in backward.
-            first_bad_output = min(in_outputs, default=math.inf)
-            last_bad_gradient = max(in_gradients, default=-math.inf)
+        groups, own = self._groups, LossVote.of(step)
+        first_bad_output, last_bad_gradient = self._nonfinite_stages(step)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
         new_warnings = self._warnings.new(step, self._loss_head, lambda: self._model_part.parameters)
+        vote = SyncVote(
+            sums=(own.total, own.added, len(new_warnings), float(difference is not None)),
+            # The first stage is negated, so that the maximum over the ranks gives the minimum.
+            maxes=(own.kind, own.dtype, -first_bad_output, last_bad_gradient),
+            content=own.content if len(own.content) <= MAX_CONTENT else (),
+        )
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
-        content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()
-        sums = (loss, added, len(new_warnings), float(difference is not None))
-        # `loss_kind` is 0 without a loss, 1 with one, 2 with several by name. The first stage is negated, so that the
-        # maximum over the ranks gives the minimum.
-        maxes = (loss_kind, dtype, -first_bad_output, last_bad_gradient)
-        result = self._sync.exchange(request, SyncVote(sums=sums, maxes=maxes, content=content))
-        loss, added, num_warnings, num_differing = result.sums
-        loss_kind, dtype, first_bad_output, last_bad_gradient = result.maxes
-        first_bad_output = -first_bad_output
+        result = self._sync.exchange(request, vote)
+        total, added, num_warnings, num_differing = result.sums
+        kind, dtype, negated_output, last_bad_gradient = result.maxes
         if num_warnings:
             self._warnings.issue(new_warnings, step.is_training)
-        loss_dtype = LOSS_DTYPES[int(dtype)] if loss_kind > 0 else torch.float64
-        if loss_kind > 0 and not groups.is_local:
-            sent = result.content(self._last_rank)
-            losses_and_weights = sent or self._broadcast_losses(losses_and_weights, count)
-        by_name = self._share_named_losses(step) if loss_kind > 1 else {}
-        total = (loss + added) / groups.num_pipelines
+        losses_and_weights = own.content
+        if kind > NO_LOSS and not groups.is_local:
+            losses_and_weights = result.content(self._last_rank) or self._broadcast_losses(step, own)
+        by_name = self._share_named_losses(step) if kind == NAMED_LOSSES else {}
         outputs = None
         if step.keeps_outputs:
             outputs = share_outputs(groups, self._last_rank, self._model_part.device, lambda: self._merge_outputs(step))
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
-        if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
-            skipped = self._handle_nonfinite(step, compiled, number, first_bad_output, last_bad_gradient)
+        if math.isfinite(negated_output) or math.isfinite(last_bad_gradient):
+            skipped = self._handle_nonfinite(step, compiled, number, -negated_output, last_bad_gradient)
         elif num_differing:
             raise_on_all_ranks(groups, difference)
+        count, loss_dtype = len(step.microbatches), LOSS_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
         return Result(
-            torch.tensor(total, dtype=loss_dtype) if loss_kind > 0 else None,
+            torch.tensor((total + added) / groups.num_pipelines, dtype=loss_dtype) if kind > NO_LOSS else None,
             tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
             tuple(losses_and_weights[count:]),
             outputs,
@@ -682,11 +648,27 @@ class Engine:
             step.seed,
         )
 
+    def _nonfinite_stages(self, step: Step) -> tuple[float, float]:
+        """The first stage with NaN or Inf in an output, and the last one with NaN or Inf in a gradient.
+
+        NaN spreads to later stages in forward and to earlier ones in backward. Infinite if no stage of this process has
+        any, or if they are not looked for.
+        """
+        if not step.is_training or self._options.nonfinite == "ignore" or self._loss_head.scaler is not None:
+            return math.inf, -math.inf
+        for index, parameters in self._parameters.items():
+            step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
+        in_outputs, in_gradients = step.extremes.nonfinite_stages()
+        return min(in_outputs, default=math.inf), max(in_gradients, default=-math.inf)
+
     def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
         """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
         text = ""
         if step.weights_by_loss:
-            weights = {name: _scaled(own.weights or (), step.scale) for name, own in step.weights_by_loss.items()}
+            weights = {
+                name: [weight * step.scale for weight in own.weights or ()]
+                for name, own in step.weights_by_loss.items()
+            }
             # In the same order on every replica. A loss of weight 0 does not count, even if it is NaN.
             totals = []
             for name in sorted(weights):
@@ -707,9 +689,9 @@ class Engine:
             outputs, step.microbatches, step.recordings, weights, weights_by_value, step.output_dims
         )
 
-    def _broadcast_losses(self, losses_and_weights: Sequence[float], count: int) -> tuple[float, ...]:
+    def _broadcast_losses(self, step: Step, own: LossVote) -> tuple[float, ...]:
         """Broadcast losses and weights of more microbatches than fit into a vote."""
-        values = torch.tensor(losses_and_weights or [0.0] * 2 * count, dtype=torch.float64)
+        values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
         return tuple(self._groups.broadcast(values, self._last_rank).tolist())
 
     def _handle_nonfinite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
@@ -774,96 +756,6 @@ def step_options(keeps_outputs: bool, records: bool, scale: float, budget_tokens
     if budget_tokens is not None:
         texts.append(f"budget_tokens={budget_tokens}")
     return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
-
-
-def _scaled(weights: Sequence[float], scale: float) -> Sequence[float]:
-    return weights if scale == 1.0 else [weight * scale for weight in weights]
-
-
-class StepSnapshot:
-    """Saves the state before a step; afterwards `commit` keeps the results of the step, `restore` undoes it.
-
-    The gradients of `reduced` parameters are set aside during the step, because only the gradients that the step adds
-    are summed over other ranks. Other gradients are accumulated in place, as in plain training, which gives the same
-    bits; a copy is kept of those that exist.
-    """
-
-    def __init__(
-        self,
-        reduced: Iterable[nn.Parameter],
-        parameters: Iterable[nn.Parameter],
-        restores: bool,
-        buffers: Iterable[BufferName] = (),
-    ) -> None:
-        """Without `restores` nothing is copied, and a step that fails drops all gradients."""
-        self._reduced = tuple(dict.fromkeys(reduced))
-        self._others = tuple(
-            parameter for parameter in dict.fromkeys(parameters) if parameter not in set(self._reduced)
-        )
-        self._buffer_names = tuple(buffers) if restores else ()
-        self._restores = restores
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
-        self._gradients: dict[nn.Parameter, Tensor | None] = {}
-        self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
-        """name, the tensor of that name before the step, and a copy of its values"""
-        self._memory: dict[object, Tensor] = {}
-        """memory of the copies, reused in every step: allocating would cost more than copying"""
-
-    def take(self) -> None:
-        """Save the current state; call this before the step."""
-        for parameter in self._reduced:
-            self._aside[parameter], parameter.grad = parameter.grad, None
-        if not self._restores:
-            return
-        for parameter in self._others:
-            gradient = parameter.grad
-            self._gradients[parameter] = None if gradient is None else self._copy(parameter, gradient.detach())
-        for name in self._buffer_names:
-            buffer = getattr(*name)
-            self._buffers.append((name, buffer, self._copy(name, buffer.detach())))
-
-    def _copy(self, key: object, tensor: Tensor) -> Tensor:
-        memory = self._memory.get(key)
-        if memory is None or not _fits(memory, tensor):
-            memory = self._memory[key] = tensor.clone()
-            return memory
-        return memory.copy_(tensor)
-
-    def commit(self) -> None:
-        """Keep a successful step: add the gradients that were set aside to those of the step."""
-        for parameter, earlier in self._aside.items():
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._forget()
-
-    def restore(self) -> None:
-        """Undo a failed step: restore gradients and buffers to their values before it."""
-        for (owner, name), buffer, values in self._buffers:
-            with torch.no_grad():
-                buffer.copy_(values)
-            # The model may have assigned another tensor.
-            setattr(owner, name, buffer)
-        for parameter, earlier in self._aside.items():
-            parameter.grad = earlier if self._restores else None
-        for parameter in self._others:
-            copy = self._gradients.get(parameter)
-            if copy is None:
-                parameter.grad = None
-            elif parameter.grad is None or not _fits(copy, parameter.grad):
-                parameter.grad = copy.clone()
-            else:
-                # In place, so that other references to the gradient, such as flat buffers, see the restored values.
-                parameter.grad.copy_(copy)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._aside, self._gradients, self._buffers = {}, {}, []
-
-
-def _fits(memory: Tensor, tensor: Tensor) -> bool:
-    """Whether `tensor` can be copied into `memory` in place."""
-    specs = [(type(each), each.dtype, each.device, each.layout, each.shape) for each in (memory, tensor)]
-    return specs[0] == specs[1] and not tensor.is_sparse
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""The data of one training or evaluation step: its batch, the values computed from it, and its result."""
+"""The data of one training or evaluation step: its batch, its losses and result, and the state before it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from penstock.batches import Microbatch
 from penstock.capture import Recording
@@ -11,6 +13,13 @@ from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.planner import TokenGroup
 from penstock.runtime.health import Extremes
+from penstock.runtime.model_part import BufferName
+from penstock.runtime.staging import read_scalars
+
+LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""the dtypes that a loss may have; ranks exchange the index in this tuple"""
+NO_LOSS, ONE_LOSS, NAMED_LOSSES = 0.0, 1.0, 2.0
+"""kinds of steps: without a loss, with one, with several by name"""
 
 
 class SplitBatch(NamedTuple):
@@ -80,3 +89,117 @@ class Result:
     """of the random numbers of this step"""
     groups: tuple[TokenGroup, ...] = ()
     """with `budget_tokens`, the samples and the padded length of each microbatch, in the order in which they ran"""
+
+
+class LossVote(NamedTuple):
+    """The losses of a step as numbers that ranks exchange at its end. Only the rank of the last stage has losses."""
+
+    total: float = 0.0
+    """the weighted sum of the losses of the microbatches"""
+    added: float = 0.0
+    """the sum of the losses that `add_loss` added in stages of this process"""
+    kind: float = NO_LOSS
+    dtype: float = -1.0
+    """index in LOSS_DTYPES"""
+    content: tuple[float, ...] = ()
+    """the loss of every microbatch, then the weight of every microbatch"""
+
+    @classmethod
+    def of(cls, step: Step) -> "LossVote":
+        """The vote of this process after a step."""
+        added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
+        if not step.losses:
+            return cls(added=added)
+        assert step.weights is not None
+        losses = torch.stack([step.losses[index] for index in range(len(step.microbatches))])
+        values, weights = losses.tolist(), [weight * step.scale for weight in step.weights]
+        # A microbatch of weight 0 does not count, even if its loss is NaN.
+        total = sum([weights[index] * values[index] for index in step.losses if weights[index]])
+        kind, dtype = NAMED_LOSSES if step.weights_by_loss else ONE_LOSS, LOSS_DTYPES.index(losses.dtype)
+        return cls(total, added, kind, float(dtype), (*values, *weights))
+
+
+class StepSnapshot:
+    """Saves the state before a step; afterwards `commit` keeps the results of the step, `restore` undoes it.
+
+    The gradients of `reduced` parameters are set aside during the step, because only the gradients that the step adds
+    are summed over other ranks. Other gradients are accumulated in place, as in plain training, which gives the same
+    bits; a copy is kept of those that exist.
+    """
+
+    def __init__(
+        self,
+        reduced: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
+        restores: bool,
+        buffers: Iterable[BufferName] = (),
+    ) -> None:
+        """Without `restores` nothing is copied, and a step that fails drops all gradients."""
+        self._reduced = tuple(dict.fromkeys(reduced))
+        self._others = tuple(
+            parameter for parameter in dict.fromkeys(parameters) if parameter not in set(self._reduced)
+        )
+        self._buffer_names = tuple(buffers) if restores else ()
+        self._restores = restores
+        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
+        """name, the tensor of that name before the step, and a copy of its values"""
+        self._memory: dict[object, Tensor] = {}
+        """memory of the copies, reused in every step: allocating would cost more than copying"""
+
+    def take(self) -> None:
+        """Save the current state; call this before the step."""
+        for parameter in self._reduced:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+        if not self._restores:
+            return
+        for parameter in self._others:
+            gradient = parameter.grad
+            self._gradients[parameter] = None if gradient is None else self._copy(parameter, gradient.detach())
+        for name in self._buffer_names:
+            buffer = getattr(*name)
+            self._buffers.append((name, buffer, self._copy(name, buffer.detach())))
+
+    def _copy(self, key: object, tensor: Tensor) -> Tensor:
+        memory = self._memory.get(key)
+        if memory is None or not _fits(memory, tensor):
+            memory = self._memory[key] = tensor.clone()
+            return memory
+        return memory.copy_(tensor)
+
+    def commit(self) -> None:
+        """Keep a successful step: add the gradients that were set aside to those of the step."""
+        for parameter, earlier in self._aside.items():
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._forget()
+
+    def restore(self) -> None:
+        """Undo a failed step: restore gradients and buffers to their values before it."""
+        for (owner, name), buffer, values in self._buffers:
+            with torch.no_grad():
+                buffer.copy_(values)
+            # The model may have assigned another tensor.
+            setattr(owner, name, buffer)
+        for parameter, earlier in self._aside.items():
+            parameter.grad = earlier if self._restores else None
+        for parameter in self._others:
+            copy = self._gradients.get(parameter)
+            if copy is None:
+                parameter.grad = None
+            elif parameter.grad is None or not _fits(copy, parameter.grad):
+                parameter.grad = copy.clone()
+            else:
+                # In place, so that other references to the gradient, such as flat buffers, see the restored values.
+                parameter.grad.copy_(copy)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._aside, self._gradients, self._buffers = {}, {}, []
+
+
+def _fits(memory: Tensor, tensor: Tensor) -> bool:
+    """Whether `tensor` can be copied into `memory` in place."""
+    specs = [(type(each), each.dtype, each.device, each.layout, each.shape) for each in (memory, tensor)]
+    return specs[0] == specs[1] and not tensor.is_sparse

@@ -9,13 +9,13 @@ process. So the ranks must agree on every shape before data is sent, and the exc
 whatever operation each rank was called for.
 """
 
-import contextlib
 import json
 import math
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -175,9 +175,21 @@ class RankSync:
         """
         if isinstance(error, PenstockError):
             error.repeats = False
-        with contextlib.suppress(RunError):
+        with suppress(RunError):
             self._send(request, SyncVote(Agreement([_error_text(error)]), content=(seconds,)), _REFUSED)
             self.finish()
+
+    @contextmanager
+    def errors_on_all_ranks(self, request: SyncRequest) -> Iterator[None]:
+        """Raise an error of the body on every rank: the other ranks raise it in the sync of this request."""
+        try:
+            yield
+        except Exception as error:
+            raised = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
+            self.refuse(request, raised)
+            if isinstance(raised, RunError) and not (raised.is_shared or self._groups.is_local):
+                raised = raised.at(rank=self._groups.rank)
+            raise raised.on_all_ranks() from (error.__cause__ if isinstance(error, PenstockError) else error)
 
     def close(self) -> None:
         """Report to the monitor that the operation that this sync began is over."""
@@ -189,7 +201,7 @@ class RankSync:
         if unfinished is not None:
             # A step that failed before its first message left a sync open, perhaps one of another Pipeline: the votes
             # that were sent must be received, or they would be taken for those of this sync.
-            with contextlib.suppress(RunError):
+            with suppress(RunError):
                 unfinished.finish()
         row = None
         if self._ranks is not None:

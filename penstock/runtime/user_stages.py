@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import LruCache, spec_of
-from penstock.errors import PenstockError, RunError
+from penstock.errors import RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
 from penstock.runtime.compile import Edges, compile_rank
@@ -255,15 +255,6 @@ class UserStageEngine:
         self._specs: LruCache[Hashable, _Specs] = LruCache(_MAX_COMPILED)
         self._failure = ""
         """why no more steps can be taken"""
-
-    def refuse(self, request: SyncRequest, error: PenstockError) -> PenstockError:
-        """Report an error of this rank to the others, which raise it too; returns the error to raise here. Collective.
-
-        A rank calls it in place of `sync.exchange`, if it cannot take part in the step.
-        """
-        self.sync.refuse(request, error)
-        shared = error.at(rank=self.groups.rank) if isinstance(error, RunError) else error
-        return shared.on_all_ranks()
 
     def execute(
         self,
