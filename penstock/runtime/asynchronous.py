@@ -292,7 +292,7 @@ class AsyncEngine(Engine):
         batch: Batch,
         number: int,
         keeps_outputs: bool,
-        records: bool,
+        is_timed: bool,
         output_dims: OutputDims = None,
         scale: float = 1.0,
     ) -> Result:
@@ -301,10 +301,10 @@ class AsyncEngine(Engine):
         Returns a PendingResult.
         """
         self.check_usable()
-        request = SyncRequest("step", number, step_options(False, records, scale))
+        request = SyncRequest("step", number, step_options(False, is_timed, scale))
         with watch_step(self._groups.monitor, number, True):
             with self._sync_of_call.errors_on_all_ranks(request):
-                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records, scale)
+                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, is_timed, scale)
             with self._failing():
                 self._start_vote(request, vote)
                 if is_new or self._groups.rank == self._last_rank:
@@ -319,7 +319,7 @@ class AsyncEngine(Engine):
                 before = sum(self._counts)
                 self._counts.append(len(entry.step.microbatches))
                 self._batches.append(entry)
-                self._run(chunk, records, before)
+                self._run(chunk, is_timed, before)
                 for weights in self.weights.values():
                     weights.note_gradients()
                 # Warnings are issued when the stream is drained.
@@ -391,14 +391,14 @@ class AsyncEngine(Engine):
             raise
 
     def _begin(
-        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, scale: float
+        self, batch: Batch, number: int, keeps_outputs: bool, is_timed: bool, scale: float
     ) -> tuple[StreamBatch, Chunk, SyncVote, bool]:
         """Split a batch and compile its chunk; nothing is changed if that fails."""
         groups = self._groups
         if keeps_outputs:
             hint = "pipe.eval(..., return_outputs=True)"
             raise RunError("return_outputs must be False in an asynchronous pipeline", hint=hint)
-        if not self.is_empty and records != (self._times is not None):
+        if not self.is_empty and is_timed != (self._times is not None):
             raise RunError("record must be the same in all steps between two drains", hint="pipe.drain() before")
         if self._staleness == "2bw" and self._counts and self._counts[-1] < self._plan.num_ranks - 1:
             raise RunError(
@@ -467,7 +467,7 @@ class AsyncEngine(Engine):
         recordings = [recording for batch in self._batches for recording in batch.step.recordings]
         return tuple(recordings[len(recordings) - count :])
 
-    def _run(self, chunk: Chunk, records: bool, before: int) -> None:
+    def _run(self, chunk: Chunk, is_timed: bool, before: int) -> None:
         """Run a chunk that comes after `before` microbatches."""
         assert self._stream is not None
         start = min(before, self._stream.num_distinct)
@@ -476,7 +476,7 @@ class AsyncEngine(Engine):
         # The first batches may have been dropped: no action of the chunk uses their microbatches.
         missing = [None] * (length - len(microbatches))
         self._stream_runner.window = (*missing, *microbatches)[-length:]
-        if records and self._times is None:
+        if is_timed and self._times is None:
             self._times = [action_times(self._model_part.device) for _ in chunk.rank_programs]
         monitor, times = self._groups.monitor, self._times
         self._running.append(chunk)

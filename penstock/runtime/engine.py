@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.batches import (
     TARGET,
@@ -27,10 +26,11 @@ from penstock.batches import (
 )
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan, named_leaves, signature_of
+from penstock.ir import Plan
 from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
-from penstock.runtime.agreement import BATCH_INTERVAL, Agreement, checksum, describe_batch, different_batches
+from penstock.runtime.agreement import Agreement
+from penstock.runtime.batch_comparison import BatchComparison
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import (
     ActionTimes,
@@ -94,7 +94,7 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(model_part.captured.model.forward)
-        self._parameter_names = list(signature_of(model_part.captured.model.forward).parameters)
+        self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
         self._tokens = TokenBudget(plan)
         self._budget: int | None = None
         """`budget_tokens` of the current step"""
@@ -134,7 +134,7 @@ class Engine:
         batch: Batch,
         number: int,
         keeps_outputs: bool,
-        records: bool,
+        is_timed: bool,
         output_dims: OutputDims = None,
         scale: float = 1.0,
         budget_tokens: int | None = None,
@@ -144,13 +144,13 @@ class Engine:
         Loss and gradients are multiplied by `scale`. With `budget_tokens` its samples are grouped by length.
         """
         self.check_usable()
-        request = SyncRequest("step", number, step_options(keeps_outputs, records, scale, budget_tokens))
+        request = SyncRequest("step", number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         is_measured = budget_tokens is not None and self._tokens.is_measured
         batch = self._begin_budget(budget_tokens, batch, request)
         with watch_step(self._groups.monitor, number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
             try:
-                times = self._run_training(step, compiled, records or is_measured)
+                times = self._run_training(step, compiled, is_timed or is_measured)
                 result = self._end_step(step, compiled, number, times)
             except BaseException:
                 self._undo()
@@ -162,7 +162,7 @@ class Engine:
             if budget_tokens is None:
                 return result
             groups = self._tokens.step_taken(step.microbatches, result.trace)
-            return replace(result, groups=groups, trace=result.trace if records else None)
+            return replace(result, groups=groups, trace=result.trace if is_timed else None)
 
     def evaluate(
         self,
@@ -260,7 +260,7 @@ class Engine:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
         seed = self._seed = mix_seed(self._options.seed, request.step, self._groups.replica)
         if self._groups.num_tensor_ranks > 1:
-            self._compare_shared_batches(batch, request)
+            self._comparison.compare_tensor_ranks(batch, request, self._sync, self._groups)
         self._num_to_record = 0
         if self._model_part.replicas_share_parameters:
             self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
@@ -282,56 +282,6 @@ class Engine:
             gradient_scale=scale if scaler is None else scale * scaler.scale,
         )
         return step, compiled
-
-    def _compare_shared_batches(self, batch: Batch, request: SyncRequest) -> None:
-        """Raise an error, on every rank, if the tensor-parallel pipelines of a replica were given different batches.
-
-        Called before the model is recorded: its blocks communicate, so all of these pipelines must record together.
-        """
-        groups = self._groups
-        comparison = SyncRequest(f"the batch of {request.name}", request.step)
-        with self._sync.errors_on_all_ranks(comparison):
-            batch_checksum, leaves = self._batch_checksum(batch, request)
-            if not batch_checksum:
-                # Shapes are compared in any case: blocks of these ranks exchange tensors.
-                leaves = {
-                    name: f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf
-                    for name, leaf in named_leaves(batch, "batch")
-                }
-                batch_checksum = checksum([leaves])
-        result = self._sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
-        for index, own_sums in enumerate(result.sums_by_pipeline):
-            first = index - index % groups.num_tensor_ranks
-            if own_sums != result.sums_by_pipeline[first]:
-                text = json.dumps(describe_batch(leaves))
-                texts = [groups.broadcast_text_to_peers(text, pipeline) for pipeline in (first, index)]
-                difference = different_batches([json.loads(found) for found in texts])
-                raise RunError(
-                    "tensor-parallel ranks were given different batches",
-                    replica=index // groups.num_tensor_ranks,
-                    tensor_ranks=(0, index - first),
-                    **({"input": difference.values["input"]} if "input" in difference.values else {}),
-                    hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
-                ).on_all_ranks()
-
-    def _batch_checksum(self, batch: Batch, request: SyncRequest) -> tuple[int, dict[str, Any]]:
-        """A checksum of the batch, or of a sample of it, and its tensors and plain values by name.
-
-        Returns 0 and an empty dict in steps in which batches are not compared: comparing every second step finds ranks
-        whose data differ at half the cost. By name, as an argument may be passed by position on some ranks only.
-        """
-        every, step = self._options.check_inputs_every, request.step
-        if not every or (step % BATCH_INTERVAL and step % every and request.name == "step"):
-            return 0, {}
-        args, kwargs, target = batch
-        names = self._parameter_names if len(args) <= len(self._parameter_names) else map(str, range(len(args)))
-        leaves: dict[str, Any] = {}
-        for name, value in (*zip(names, args, strict=False), *kwargs.items(), (TARGET, target)):
-            if isinstance(value, Tensor):
-                leaves[name] = value
-            else:
-                leaves.update(named_leaves(value, name))
-        return checksum([leaves], step if step % every else None), leaves
 
     def _target_as_argument(self, batch: Batch) -> Batch:
         """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
@@ -418,7 +368,7 @@ class Engine:
             batch = self._target_as_argument(batch)
             split = self._split_batch(batch)
             compiled = self._compiled(split, is_training)
-            batch_checksum, leaves = (0, {}) if groups.is_local else self._batch_checksum(batch, request)
+            batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
         sums = self._size_and_loss(split, compiled)
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
@@ -442,11 +392,7 @@ class Engine:
         known = f"{self._plan.num_microbatches}, after {sender.num_signatures} kinds of batches"
         agreement = Agreement.of_options({"microbatches": known})
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
-        every, target_checksum = self._options.check_inputs_every, 0
-        if batch.target is not None and every:
-            sampled_step = request.step if request.step % every else None
-            target_checksum = checksum([dict(named_leaves(batch.target, TARGET))], sampled_step)
-        given = (self._given_names.mask(batch), float(target_checksum))
+        given = (self._given_names.mask(batch), float(self._comparison.target_checksum(batch, request)))
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._sync.errors_on_all_ranks(request), naming_the_first_rank():
@@ -514,12 +460,12 @@ class Engine:
             ).on_all_ranks()
         return samples / count
 
-    def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
+    def _run_training(self, step: Step, compiled: CompiledStep, is_timed: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
         self._snapshot.take()
         if self._model_part.fsdp.modules:
             self._model_part.fsdp.begin_step(len(step.microbatches))
-        times = self._execute(step, compiled, records)
+        times = self._execute(step, compiled, is_timed)
         for reducer in self._model_part.reducers:
             reducer.finish()
         return times
@@ -530,8 +476,8 @@ class Engine:
         self._model_part.fsdp.clear()
         self._snapshot.restore()
 
-    def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
-        times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if records else None
+    def _execute(self, step: Step, compiled: CompiledStep, is_timed: bool) -> list[ActionTimes] | None:
+        times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if is_timed else None
         monitor = self._groups.monitor
         self._runner.step, self._failed_at = step, 0.0
         try:
@@ -749,9 +695,9 @@ class Engine:
         return probe
 
 
-def step_options(keeps_outputs: bool, records: bool, scale: float, budget_tokens: int | None = None) -> str:
+def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:
     """The options of a step that all ranks must share, as a user would write them."""
-    flags = {"return_outputs": keeps_outputs, "record": records}
+    flags = {"return_outputs": keeps_outputs, "record": is_timed}
     texts = [f"{name}=True" for name, is_on in flags.items() if is_on]
     if budget_tokens is not None:
         texts.append(f"budget_tokens={budget_tokens}")
