@@ -660,7 +660,7 @@ class Pipeline:
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
         state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
         self._sync.close()
-        return self._part.join_rows(state)
+        return self._part.rows.join(state)
 
     def save(
         self,

@@ -203,7 +203,7 @@ class Loader:
         """Functions that restore optimizer, scheduler and scaler; everything is read and checked here."""
         restorers: list[Callable[[], None]] = []
         if targets.optimizer is not None:
-            names, rows = parameter_names(self._part), self._part.row_of
+            names, rows = parameter_names(self._part), self._part.rows.trained
             restorers.append(reader.optimizer.restorer(targets.optimizer, names, shard_like, rows))
         if targets.scheduler is not None:
             stems = reader.stems("scheduler")
@@ -236,8 +236,8 @@ def _read_weights(part: ModelPart, reader: TensorReader) -> tuple[dict[str, Tens
         # A checkpoint of the model alone: the loss module keeps its state.
         loss_state, own = frozenset(), {name: tensor for name, tensor in own.items() if name not in loss_state}
     with internal_call():
-        model_names = frozenset(model.state_dict()) - part.slices.keys()
-    model_names |= {name for row in part.slices.values() for name in row.names}
+        model_names = frozenset(model.state_dict()) - part.rows.slices.keys()
+    model_names |= {name for row in part.rows.slices.values() for name in row.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = ModelNames(
         model_names | loss_state,
@@ -247,8 +247,8 @@ def _read_weights(part: ModelPart, reader: TensorReader) -> tuple[dict[str, Tens
         (*ignored, *(() if part.loss_state else (LOSS_STATE,))),
     )
     sources = match_names(reader.names, names)
-    sources |= {name: sources[row.whole] for name, row in part.slices.items()}
-    return reader.read(sources, own, part.slices)
+    sources |= {name: sources[row.whole] for name, row in part.rows.slices.items()}
+    return reader.read(sources, own, part.rows.slices)
 
 
 def _num_steps(run: dict[str, Any], step: int) -> int:

@@ -192,8 +192,8 @@ class Saver:
         """
         assert self._layout is not None
         rank, weights = self._groups.rank, self._part.own_state()
-        for whole, names in self._part.split_names.items():
-            gathered = self._part.gather_rows(whole, {name: weights[name] for name in names if name in weights})
+        for whole, names in self._part.rows.split_names.items():
+            gathered = self._part.rows.gather(whole, {name: weights[name] for name in names if name in weights})
             if gathered is not None:
                 weights[names[0]] = gathered
         if not self._groups.pipeline:
@@ -221,7 +221,7 @@ class Saver:
         """The optimizer state of parameters that no rank has whole, on the rank that saves them; a collective call."""
         states: dict[str, dict[str, Any]] = {}
         own = self._part.parameters
-        for whole, names in self._part.split_names.items():
+        for whole, names in self._part.rows.split_names.items():
             parameters = {name: own[name] for name in names if name in own}
             if not parameters:
                 continue  # the user's own parameter is trained, or other ranks have the rows
@@ -230,7 +230,7 @@ class Saver:
             # All ranks have optimizers of one class, and so state of the same names.
             for key in sorted(key for key, value in joined.items() if _is_like(value, first)):
                 parts = {name: optimizer.state[parameter][key] for name, parameter in parameters.items()}
-                gathered = self._part.gather_rows(whole, parts)
+                gathered = self._part.rows.gather(whole, parts)
                 if gathered is not None:
                     joined[key] = gathered
             if names[0] in parameters:
@@ -280,15 +280,15 @@ class StateLayout:
             weights = stage.state_dict()
             here[index] = {}
             for name in weights:  # tied parameters have several names and are saved under the first
-                if name not in part.slices:
+                if name not in part.rows.slices:
                     here[index].setdefault(tensor_of(name), name)
             # The stage of the first rows saves the whole parameter, unless another stage has that.
-            here[index] |= {whole: names[0] for whole, names in part.split_names.items() if names[0] in weights}
+            here[index] |= {whole: names[0] for whole, names in part.rows.split_names.items() if names[0] in weights}
             formats[index] = {name: dtype_and_shape(weights[at], name) for name, at in here[index].items()}
             for name, at in here[index].items():
-                if at in part.slices:
+                if at in part.rows.slices:
                     dtype, shape = formats[index][name]
-                    formats[index][name] = dtype, (part.slices[at].size, *shape[1:])
+                    formats[index][name] = dtype, (part.rows.slices[at].size, *shape[1:])
         groups = part.groups
         everywhere: list[tuple[int, dict[str, Any]]] = list(formats.items())
         if not groups.is_local:
@@ -316,7 +316,7 @@ class StateLayout:
 
 def parameter_names(part: ModelPart) -> dict[int, str]:
     """Names of this process's parameters by their ids; of tied ones the name that checkpoints have."""
-    tensor_of, slices = part.captured.graph.tensor_of, part.slices
+    tensor_of, slices = part.captured.graph.tensor_of, part.rows.slices
     names = {name: slices[name].whole if name in slices else name for name in part.parameters}
     return {id(parameter): tensor_of(names[name]) for name, parameter in part.parameters.items()}
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.capture import RowSlice
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
@@ -108,10 +107,11 @@ def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local_shard(parameter)).flatten()
-    return _dense(local_shard(gradient)).flatten()
+    return dense(local_shard(gradient)).flatten()
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def dense(gradient: Tensor) -> Tensor:
+    """A sparse gradient as a dense one; any other itself."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
@@ -149,7 +149,7 @@ class TiedReducer:
             owner, *others = tied.ranks
             gradient = tied.parameter.grad
             # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
-            total = None if gradient is None else _dense(full_tensor(gradient))
+            total = None if gradient is None else dense(full_tensor(gradient))
             if self._groups.rank != owner:
                 send_tensor(self._groups, total, owner)
                 total = receive_tensor(self._groups, tied.parameter, owner)
@@ -160,73 +160,6 @@ class TiedReducer:
                 for rank in others:
                     send_tensor(self._groups, total, rank)
             tied.parameter.grad = None if total is None else shard_like(total, tied.parameter)
-
-
-@dataclass(frozen=True)
-class RowParameter:
-    """A parameter that is some rows of a whole one, as in a split output layer.
-
-    `rows` and `whole` are None on ranks that do not have them.
-    """
-
-    name: str
-    slice: RowSlice
-    rows: nn.Parameter | None
-    whole: nn.Parameter | None
-    rows_rank: int
-    whole_rank: int | None
-    """None: no rank has the whole parameter"""
-
-
-class RowReducer:
-    """Adds the gradients of rows of a parameter to the gradient of the whole parameter, where some rank has it.
-
-    On the rank of the whole parameter the rows share its memory, and only the whole parameter is trained. Rows on other
-    ranks are trained there, with the sum of both gradients.
-    """
-
-    def __init__(self, groups: ProcessGroups, rows: Sequence[RowParameter]) -> None:
-        self._groups = groups
-        shared = (row for row in rows if row.whole_rank is not None)
-        self._rows = tuple(row for row in shared if row.rows is not None or row.whole is not None)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are summed."""
-        return [p for row in self._rows for p in (row.rows, row.whole) if p is not None]
-
-    @property
-    def replaced(self) -> dict[int, RowParameter]:
-        """The rows that the whole parameter of this rank replaces, by the ids of their parameters."""
-        return {id(row.rows): row for row in self._rows if row.rows is not None and row.whole is not None}
-
-    @property
-    def not_owned(self) -> set[int]:
-        """The ids of rows that the rank of the whole parameter counts in norms."""
-        return {id(row.rows) for row in self._rows if row.rows is not None and row.whole is None}
-
-    def finish(self) -> None:
-        """Sum on the rank of the whole parameter and send rows back; every rank visits them in the same order."""
-        trained = [row for row in self._rows if (row.rows if row.whole is None else row.whole).requires_grad]  # type: ignore[union-attr]
-        for row in trained:
-            gradient = None if row.rows is None else row.rows.grad
-            if row.whole is None:
-                send_tensor(self._groups, gradient, row.whole_rank)  # type: ignore[arg-type]
-                continue
-            if row.rows is None:
-                gradient = receive_tensor(self._groups, row.slice.of(row.whole), row.rows_rank)
-            else:
-                row.rows.grad = None
-            if gradient is not None:
-                total = torch.zeros_like(row.whole) if row.whole.grad is None else _dense(row.whole.grad)
-                row.slice.of(total).add_(gradient)
-                row.whole.grad = total
-        for row in trained:
-            if row.whole is None:
-                row.rows.grad = receive_tensor(self._groups, row.rows, row.whole_rank)  # type: ignore
-            elif row.rows is None:
-                gradient = row.whole.grad
-                send_tensor(self._groups, None if gradient is None else row.slice.of(gradient), row.rows_rank)
 
 
 def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None:

@@ -13,25 +13,18 @@ from penstock.capture import (
     Granularity,
     LruCache,
     Recording,
-    RowSlice,
     describe_model,
     describe_recording,
     dtype_name,
     internal_call,
-    row_slices,
-    whole_parameters,
 )
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import (
     ReplicaReducer,
-    RowParameter,
-    RowReducer,
     TiedParameter,
     TiedReducer,
-    receive_tensor,
-    send_tensor,
 )
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.initial_weights import (
@@ -41,6 +34,7 @@ from penstock.runtime.initial_weights import (
     parameter_ranks,
 )
 from penstock.runtime.meta_init import is_meta, materialize
+from penstock.runtime.row_parameters import RowParameters
 from penstock.runtime.tensor_parallel import (
     PartialGradients,
     ReplicatedGradients,
@@ -89,42 +83,26 @@ class ModelPart:
         self.weights_error = differing_weights(plan, model, groups) if checks_model else None
         """the error for weights that differ between ranks, until weights are loaded"""
         if not self.has_weights:
-            names = {name for stage in self.stages.values() for name, _ in _named_parameters(stage)}
-            materialize(model, names, torch.get_default_device())
+            materialize(model, self._named_parameters().keys(), torch.get_default_device())
             self.stages = self._make_stages(plan)
-        loss_parts = self._parts_of_loss(loss_module)
-        self.loss_state = frozenset(loss_parts.state_dict())
+        own_loss = self._loss_without_model(loss_module)
+        self.loss_state = frozenset(own_loss.state_dict())
         """names of the parameters and buffers of the loss module, on every rank"""
-        last_stage = self.stages.get(plan.num_stages - 1)
-        if self.has_weights:
-            check_replica_weights(groups, (*self.stages.values(), *([loss_parts] if last_stage is not None else ())))
-        for stage in self.stages.values():
-            if parallelize is not None:
-                parallelize(stage)
-        if last_stage is not None:
-            # After `parallelize`: the loss module is not called in the forward of the stage that FSDP would wrap.
-            for name, module in loss_parts.named_children():
-                last_stage.add_module(name, module)
+        self._parallelize(parallelize, own_loss, plan.num_stages - 1)
         self.fsdp = FsdpStages(self.stages)
         # Recording runs the model as a whole, which needs whole parameters.
         self.captured.recording_context = self.fsdp.gathered
         self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights, plan.graph.tied)
-        """how each parameter is distributed over the ranks with the same stages"""
+        """how each parameter is sharded over the ranks with the same stages"""
         self.replicas_share_parameters = replicas_share_parameters(groups, self.layouts)
         """whether replicas share parameters, so that they must record the model together"""
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
-        self.slices = row_slices(model)
-        """the parameters that are rows of parameters of the unsplit model, by name, on every rank"""
-        self._row_parameters = self._find_row_parameters(plan)
-        self.rows = RowReducer(groups, self._row_parameters)
+        self.rows = RowParameters(groups, plan, model, self._named_parameters())
         for row in self.rows.replaced.values():
-            # They do already, unless the model was on the meta device.
-            row.rows.data = row.slice.of(row.whole.data)  # type: ignore[union-attr]
             self.layouts.setdefault(row.whole, self.layouts[row.rows])  # type: ignore[index,arg-type]
-        partial = PartialGradients(groups, self.layouts)
-        reducers = (self.replicas, partial, self.tied, self.rows)
+        reducers = (self.replicas, PartialGradients(groups, self.layouts), self.tied, self.rows)
         self.reducers = [reducer for reducer in reducers if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
         self.replicated_gradients = ReplicatedGradients(groups, self.parameters)
@@ -139,110 +117,51 @@ class ModelPart:
         recomputes = plan.choices.recompute
         return {index: Stage(self.captured, plan.partition, index, recomputes[index], cut) for index in indices}
 
-    def _parts_of_loss(self, loss_module: nn.Module | None) -> nn.Module:
-        """A module with the loss module as its child `loss_fn`, without the parts that are the model's.
+    def _loss_without_model(self, loss_module: nn.Module | None) -> nn.Module:
+        """A module with the loss module as its child `loss_fn`, without parameters that are the model's.
 
         Empty if the loss module has no parameters of its own.
         """
-        parts, model = nn.Module(), self.captured.model
+        container, model = nn.Module(), self.captured.model
         shared = {id(parameter) for parameter in model.parameters()}
         if loss_module is not None and any(id(parameter) not in shared for parameter in loss_module.parameters()):
             name = LOSS_FN
             while hasattr(model, name):
                 name += "_"
-            parts.add_module(name, _without_parameters(loss_module, shared))
-        return parts
+            container.add_module(name, _without_parameters(loss_module, shared))
+        return container
+
+    def _parallelize(self, parallelize: Parallelize | None, own_loss: nn.Module, last_stage: int) -> None:
+        """Apply `parallelize` to every stage, and add the loss module to the last one; weights are compared before."""
+        losses = [own_loss] if last_stage in self.stages else []
+        if self.has_weights:
+            check_replica_weights(self.groups, (*self.stages.values(), *losses))
+        if parallelize is not None:
+            for stage in self.stages.values():
+                parallelize(stage)
+        for loss in losses:
+            # After `parallelize`: the loss module is not called in the forward of the stage that FSDP would wrap.
+            for name, module in loss.named_children():
+                self.stages[last_stage].add_module(name, module)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of all stages, tied ones under each of their names."""
+        stages = self.stages.values()
+        return {name: p for stage in stages for name, p in stage.named_parameters(remove_duplicate=False)}
 
     def _tied_parameters(self, plan: Plan) -> list[TiedParameter]:
         """The parameters of this rank that other ranks use too, in the order of the graph."""
-        pairs = [pair for stage in self.stages.values() for pair in _named_parameters(stage)]
-        parameters = {plan.graph.tensor_of(name): parameter for name, parameter in pairs}
+        parameters = {plan.graph.tensor_of(name): parameter for name, parameter in self._named_parameters().items()}
         users = parameter_ranks(plan).items()
         tied = [(name, sorted(ranks)) for name, ranks in users if len(ranks) > 1 and self.groups.rank in ranks]
         return [TiedParameter(name, parameters[name], tuple(ranks)) for name, ranks in tied]
 
-    def _find_row_parameters(self, plan: Plan) -> list[RowParameter]:
-        """The parameters that are rows of others, in the order of the graph, with the ranks of both."""
-        pairs = [pair for stage in self.stages.values() for pair in _named_parameters(stage)]
-        own, users = dict(pairs), parameter_ranks(plan)
-        wholes = whole_parameters(self.captured.model)
-        rows = []
-        for name, row in self.slices.items():
-            (rank,) = users[name]
-            holders = users.get(plan.graph.tensor_of(row.whole), set())
-            if len(holders) > 1 and not self.groups.is_local:
-                raise PlanError(
-                    "a parameter that is tied to a split output layer must be used on one rank only",
-                    name=row.whole,
-                    ranks=sorted(holders),
-                    hint="vocabulary_shards=None",
-                )
-            whole, whole_rank = own.get(row.whole), next(iter(holders), None)
-            if self.groups.is_local:
-                if whole is None and not wholes[row.whole].is_meta:
-                    # The user's own parameter, whose memory the rows share.
-                    whole = wholes[row.whole]
-                rank, whole_rank = 0, None if whole is None else 0
-            rows.append(RowParameter(name, row, own.get(name), whole, rank, whole_rank))
-        return rows
-
-    @property
-    def row_of(self) -> dict[int, RowSlice]:
-        """The rows of the parameters that this process trains in place of a whole parameter, by id."""
-        trained = {id(parameter) for parameter in self.parameters.values()}
-        return {id(row.rows): row.slice for row in self._row_parameters if id(row.rows) in trained}
-
     @property
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
         """The groups of names that are one parameter in the unsplit model."""
-        groups = list(dict.fromkeys(row.names for row in self.slices.values() if len(row.names) > 1))
+        groups = list(dict.fromkeys(row.names for row in self.rows.slices.values() if len(row.names) > 1))
         named = {name for group in groups for name in group}
         return (*(group for group in self.captured.graph.tied if not named & set(group)), *groups)
-
-    @property
-    def split_names(self) -> dict[str, list[str]]:
-        """The parameters that no rank has whole, each with the names of its rows in order."""
-        held = {value.name for value in self.captured.graph.parameters}
-        names: dict[str, list[str]] = {}
-        for name, row in self.slices.items():
-            if row.whole not in held:
-                names.setdefault(row.whole, []).append(name)
-        return names
-
-    def gather_rows(self, whole_name: str, own: Mapping[str, Tensor]) -> Tensor | None:
-        """The whole of a tensor of which `own` has the rows of this process by name; a collective call.
-
-        None except on the rank that has the first rows.
-        """
-        ranks = {row.name: row.rows_rank for row in self._row_parameters}
-        first, *others = self.split_names[whole_name]
-        if self.groups.is_local:
-            return torch.cat([own[name] for name in (first, *others)])
-        rows = [own[first]] if first in own else []
-        for name in others:
-            if first in own and name in own:
-                rows.append(own[name])
-            elif name in own:
-                send_tensor(self.groups, own[name], ranks[first])
-            elif first in own:
-                like = own[first].new_empty((self.slices[name].length, *own[first].shape[1:]))
-                received = receive_tensor(self.groups, like, ranks[name])
-                assert received is not None
-                rows.append(received)
-        return torch.cat(rows) if first in own else None
-
-    def join_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with whole parameters in place of their rows, as far as all rows are there."""
-        joined = dict(tensors)
-        for originals in dict.fromkeys(row.names for row in self.slices.values()):
-            names = [name for name, row in self.slices.items() if row.names == originals]
-            whole = joined.get(originals[0])
-            if whole is None and all(name in joined for name in names):
-                whole = torch.cat([joined[name] for name in names])
-            if whole is not None:
-                joined = {name: tensor for name, tensor in joined.items() if name not in names}
-                joined |= dict.fromkeys(originals, whole)
-        return joined
 
     @property
     def device(self) -> torch.device:
@@ -256,7 +175,7 @@ class ModelPart:
         by_id: dict[int, tuple[str, nn.Parameter]] = {}
         replaced = self.rows.replaced
         for stage in self.stages.values():
-            for name, parameter in _named_parameters(stage):
+            for name, parameter in stage.named_parameters(remove_duplicate=False):
                 if id(parameter) in replaced:
                     row = replaced[id(parameter)]
                     name, parameter = row.slice.whole, row.whole  # type: ignore[assignment]
@@ -316,7 +235,7 @@ class ModelPart:
         for row in self.rows.replaced.values():
             if row.whole is not None:
                 state.setdefault(row.slice.whole, row.whole.detach())
-        return self.join_rows(state)
+        return self.rows.join(state)
 
     def own_state(self) -> dict[str, Tensor]:
         """Parameters and buffers by their original names, also before the weights are loaded."""
@@ -330,22 +249,12 @@ class ModelPart:
         with internal_call():
             whole = {*self.captured.model.state_dict(), *self.loss_state}
         if isinstance(state, Mapping):
-            state = self._with_rows(state, whole)
+            state = self.rows.split(state, whole)
         _check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
             tensors = stage.state_dict()
             stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
         self.has_weights, self.weights_error = True, None
-
-    def _with_rows(self, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-        """A state dict of the unsplit model with the rows of this model in place of whole parameters."""
-        found, unused = dict(state), set()
-        for name, row in self.slices.items():
-            given = [state[other] for other in row.names if other in state]
-            if given and isinstance(given[0], Tensor) and len(given[0]) == row.size:
-                found.setdefault(name, row.of(given[0]))
-                unused.update(set(row.names) - set(names))
-        return {name: value for name, value in found.items() if name not in unused}
 
 
 def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: set[str]) -> None:
@@ -405,7 +314,3 @@ def _check_model(plan: Plan, model: nn.Module) -> None:
                 model=given.get(name, missing),
                 hint="plan this model",
             )
-
-
-def _named_parameters(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(stage.named_parameters(remove_duplicate=False))
