@@ -20,6 +20,7 @@ from penstock.capture import (
     is_integer,
     isolated,
     register_containers,
+    rounding_tolerance,
     seed_generators,
     tensors_in,
     uncompiled,
@@ -36,8 +37,6 @@ _MAX_SHOWN = 4
 """combinations in the hint of an error"""
 _MAX_COLUMNS = 4
 """columns of a table of sizes: time, height, width and one more"""
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
-_COARSE = 5e-2
 _SEED = 5
 
 
@@ -334,4 +333,4 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     # NaN and Inf at the same places are equal.
     difference = difference[(tensor.isfinite() | expected.isfinite())]
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 1.0
-    return not difference.numel() or float(difference.max()) <= _TOLERANCES.get(expected.dtype, _COARSE) * scale
+    return not difference.numel() or float(difference.max()) <= rounding_tolerance(expected.dtype) * scale

@@ -59,6 +59,7 @@ from penstock.capture.tensors import (
     in_double,
     is_inexact,
     is_integer,
+    rounding_tolerance,
     spec_of,
     storage_id,
     tensors_in,

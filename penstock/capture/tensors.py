@@ -54,6 +54,17 @@ def from_real(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor)
 
 
+_ROUNDING, _COARSE_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}, 5e-2
+
+
+def rounding_tolerance(*dtypes: torch.dtype) -> float:
+    """How far apart two results may be because of rounding, relative to the largest entry.
+
+    For results that are equal in exact arithmetic, computed in another order, in the lowest of these precisions.
+    """
+    return max(_ROUNDING.get(dtype, _COARSE_ROUNDING) for dtype in dtypes)
+
+
 def in_double(tensor: Tensor) -> Tensor:
     """The tensor without gradient, dense, and in double precision."""
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

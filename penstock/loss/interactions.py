@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.capture import Recording
+from penstock.capture import Recording, rounding_tolerance
 from penstock.ir import Graph, Ref, Tree, listed
-from penstock.loss.probe import COARSE, TOLERANCES
 
 
 def interaction_warnings(model: nn.Module, recording: Recording, mixing_blocks: Sequence[str]) -> tuple[str, ...]:
@@ -81,8 +80,7 @@ class InputComparison:
                 start = rows * sum(self._sizes[: chosen[0]])
                 expected = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
                 norms = _norms(leaf, dim)
-                tolerance = TOLERANCES.get(leaf.dtype, COARSE)
-                limit = tolerance * float(whole.max())
+                limit = rounding_tolerance(leaf.dtype) * float(whole.max())
                 if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
                     self.mixing[name] = None
 

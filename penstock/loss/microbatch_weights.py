@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import Captured, LruCache, Recording, is_integer
+from penstock.capture import Captured, LruCache, Recording, is_integer, rounding_tolerance
 from penstock.errors import RunError
 from penstock.loss.counted_weights import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
-from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
+from penstock.loss.probe import VALUE_FACTOR
 from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
@@ -234,8 +234,7 @@ class LossWeights:
         numbers = [float(value.detach()) for value in values]
         weights = count.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
-        dtype = max(self._function.dtype, output.dtype, loss.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        tolerance = VALUE_FACTOR * TOLERANCES.get(dtype, COARSE)
+        tolerance = VALUE_FACTOR * rounding_tolerance(self._function.dtype, output.dtype, loss.dtype)
         # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
         return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 

@@ -27,15 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture import DispatchMode, as_real
+from penstock.capture import DispatchMode, as_real, rounding_tolerance
 from penstock.ir import leaves
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""by the lowest precision: how far apart equal gradients may be because of rounding, relative to the largest entry"""
-COARSE = 5e-2
-"""the same for float16, bfloat16 and smaller types"""
 VALUE_FACTOR = 10.0
-"""how much further apart equal losses may be: a loss is a sum of many entries, which may cancel"""
+"""how much further apart than gradients equal losses may be: a loss is a sum of many entries, which may cancel"""
 _FLOOR = 1e-6
 """a gradient below this share of the largest one is treated as rounding"""
 
@@ -164,7 +160,7 @@ class Probe:
     @property
     def tolerance(self) -> float:
         """How far apart equal gradients may be because of rounding."""
-        return TOLERANCES.get(self.dtype, COARSE)
+        return rounding_tolerance(self.dtype)
 
     def distance(self, weights: Sequence[float]) -> float:
         """The largest difference from the weights of the gradients, as far as these exist; 0 within rounding."""

@@ -2,35 +2,37 @@
 
 The files of one training step, in the order in which it enters them:
 
-    engine.py                  Engine: begins a step, runs it, ends it; restores gradients and buffers if it fails
-    step.py                    the data of a step, and its Result
-    inputs.py                  sends the batch from the first rank, with inputs="first"; broadcast.py: nested structures
-    token_budget.py            microbatches of similar lengths, with budget_tokens
-    sync.py                    votes of all ranks at the begin and the end; agreement.py: what they must agree on
-    compile.py                 the actions of this rank as calls
-    executor.py                runs these calls; StageRunner: forward, backward and weight gradient of a stage
-    transports/                messages between ranks; staging.py: through the memory of the host, reads of a device
-    loss_head.py               the loss of a microbatch, and warnings if it is not that of the batch
-    gradients.py               sums over replicas, tied parameters and shards; norms and clipping
-    health.py                  finds NaN and Inf
-    outputs.py                 merges the outputs of microbatches
-    trace.py                   the recorded times as a Trace
+    engine.py            Engine: begins a step, runs it, ends it
+    step.py              the data of a step, its Result, and the gradients and buffers before it
+    inputs.py            sends the batch from the first rank, with inputs="first"; broadcast.py: nested structures
+    token_budget.py      microbatches of similar lengths, with budget_tokens
+    sync.py              votes of all ranks at the begin and the end; agreement.py: what they must agree on
+    batch_comparison.py  compares the batches of ranks
+    compile.py           the actions of this rank as calls
+    executor.py          runs these calls; StageRunner: forward, backward and weight gradient of a stage
+    transports/          messages between ranks; staging.py: through the memory of the host, reads of a device
+    loss_head.py         the loss of a microbatch, and warnings if it is not that of the batch
+    gradients.py         sums over replicas and tied parameters; norms and clipping
+    health.py            finds NaN and Inf
+    outputs.py           merges the outputs of microbatches
+    trace.py             the measured times as a Trace
 
 What a Pipeline is made of before its first step:
 
-    options.py                 RunOptions
-    groups.py                  the process groups; monitor.py: the status of this rank, deadlines
-    model_part.py              the stages of this rank, and their state
-    meta_init.py               models on the meta device
-    initial_weights.py         checks that ranks start with the same weights
-    tensor_parallel.py         parameters that are sharded over ranks, as DTensors; fsdp.py: stages with FSDP
-    stale_weights.py           refuses the user's model while other ranks train parts of it
-    scaler.py                  GradScaler
+    options.py           RunOptions
+    groups.py            the process groups; monitor.py: the status of this rank, deadlines
+    model_part.py        the stages of this process, and their state
+    meta_init.py         models on the meta device
+    initial_weights.py   checks that ranks start with the same weights
+    tensor_parallel.py   parameters that are sharded over ranks, as DTensors; fsdp.py: stages with FSDP
+    row_parameters.py    parameters that are rows of others, with vocabulary_shards
+    stale_weights.py     refuses the user's model while other ranks train its stages
+    scaler.py            GradScaler
 
 Other ways to train:
 
-    asynchronous.py            without a flush between batches; weight_versions.py: which weights a microbatch uses
-    user_stages.py             hand-written stages
+    asynchronous.py      without a flush between batches; weight_versions.py: which weights a microbatch uses
+    user_stages.py       hand-written stages
 
 `tensor_json.py` encodes nested values with tensors for messages and checkpoints.
 """

@@ -1,6 +1,6 @@
 """Finds the first stage, and within it the first operation or gradient, that produced NaN or Inf.
 
-Every training step records the smallest and largest entry that each stage produced. If one of them is not finite, the
+Every training step keeps the smallest and largest entry that each stage produced. If one of them is not finite, the
 step is run again with a `NonfiniteProbe`, which checks the result of every call.
 """
 
@@ -34,7 +34,7 @@ class Extremes:
         """by stage, and whether they are those of gradients"""
 
     def add(self, stage: int, values: Iterable[object], is_gradient: bool = False) -> None:
-        """Record outputs or gradients of a stage. Of a sharded tensor only this rank's shard is recorded."""
+        """Add outputs or gradients of a stage. Of a sharded tensor only this rank's shard counts."""
         extremes = self._extremes.setdefault((stage, is_gradient), [])
         for value in values:
             # Not `is_inexact`: every value of every step comes here.

@@ -129,7 +129,7 @@ class RankMonitor:
         self._status.preparing(self.step)
 
     def step_started(self, step: int, is_training: bool) -> None:
-        """A step begins. The caller has handled any earlier failure, so its record is cleared."""
+        """A step begins. The caller has handled any earlier failure, so its report is cleared."""
         self.step, self.has_lost_contact = step, False
         self._set_deadline(is_first=is_training not in self._warm)
         self._is_first_step = is_training not in self._warm and self._can_wait_in_thread
