@@ -290,7 +290,7 @@ class AsyncEngine(Engine):
     def train(
         self,
         batch: Batch,
-        number: int,
+        step_number: int,
         keeps_outputs: bool,
         is_timed: bool,
         output_dims: OutputDims = None,
@@ -301,10 +301,10 @@ class AsyncEngine(Engine):
         Returns a PendingResult.
         """
         self.check_usable()
-        request = SyncRequest("step", number, step_options(False, is_timed, scale))
-        with watch_step(self._groups.monitor, number, True):
+        request = SyncRequest("step", step_number, step_options(False, is_timed, scale))
+        with watch_step(self._groups.monitor, step_number, True):
             with self._sync_of_call.errors_on_all_ranks(request):
-                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, is_timed, scale)
+                entry, chunk, vote, is_new = self._begin(batch, step_number, keeps_outputs, is_timed, scale)
             with self._failing():
                 self._start_vote(request, vote)
                 if is_new or self._groups.rank == self._last_rank:
@@ -331,19 +331,19 @@ class AsyncEngine(Engine):
                 self._publish(self._lag)
             return entry.result
 
-    def drain(self, number: int) -> Trace | None:
+    def drain(self, step_number: int) -> Trace | None:
         """Finish all batches in flight; returns the Trace of the stream if its steps were recorded."""
         self.check_usable()
         if self.is_empty:
             return None
-        with watch_step(self._groups.monitor, number, True):
+        with watch_step(self._groups.monitor, step_number, True):
             before = sum(self._counts)
             assert self._stream is not None
             with self._failing():
                 for weights in self.weights.values():
                     weights.check_gradients()
                 chunk, _ = self._chunk(self._stream, before, ())
-                self._start_vote(SyncRequest("drain", number), SyncVote(chunk.agreement))
+                self._start_vote(SyncRequest("drain", step_number), SyncVote(chunk.agreement))
                 if self._groups.rank == self._last_rank:
                     self._finish_votes(0)
                 self._run(chunk, self._times is not None, before)
@@ -352,7 +352,7 @@ class AsyncEngine(Engine):
                     self._finish_chunk()
                 self._publish(0)
                 causes, self._causes = self._causes, []
-                end = self._sync.exchange(SyncRequest("the end of drain", number), SyncVote(sums=(len(causes),)))
+                end = self._sync.exchange(SyncRequest("the end of drain", step_number), SyncVote(sums=(len(causes),)))
                 if end.sums[0]:
                     self._warnings.issue(causes, True)
                 trace = None
@@ -362,10 +362,10 @@ class AsyncEngine(Engine):
             self._reset()
             return trace
 
-    def evaluate(self, batch: Batch, number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
+    def evaluate(self, batch: Batch, step_number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
         """Run the forward of one batch in eval mode; no batch may be in flight."""
         self.check_usable()
-        return super().evaluate(batch, number, keeps_outputs, output_dims)
+        return super().evaluate(batch, step_number, keeps_outputs, output_dims)
 
     @property
     def _sync_of_call(self) -> RankSync:
@@ -391,7 +391,7 @@ class AsyncEngine(Engine):
             raise
 
     def _begin(
-        self, batch: Batch, number: int, keeps_outputs: bool, is_timed: bool, scale: float
+        self, batch: Batch, step_number: int, keeps_outputs: bool, is_timed: bool, scale: float
     ) -> tuple[StreamBatch, Chunk, SyncVote, bool]:
         """Split a batch and compile its chunk; nothing is changed if that fails."""
         groups = self._groups
@@ -407,7 +407,7 @@ class AsyncEngine(Engine):
                 ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
             )
-        seed = self._seed = mix_seed(self._options.seed, number, groups.replica)
+        seed = self._seed = mix_seed(self._options.seed, step_number, groups.replica)
         batch = self._target_as_argument(batch)
         microbatches, recordings, inputs = self._split_batch(batch)
         edges = self._edges(recordings)
@@ -419,12 +419,14 @@ class AsyncEngine(Engine):
         self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
         scales = {"scale": scale, "gradient_scale": scale}
-        step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size, **scales)
+        step = Step(
+            microbatches, recordings, True, number=step_number, inputs=inputs, seed=seed, mean_size=size, **scales
+        )
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._model_part.stages, len(microbatches))
-        entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
+        entry = StreamBatch(len(self._counts), step, PendingResult(step_number), left)
         batch_checksum, leaves = (
-            (0, {}) if groups.is_local else self._batch_checksum(batch, SyncRequest("step", number))
+            (0, {}) if groups.is_local else self._comparison.checksum(batch, SyncRequest("step", step_number))
         )
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 

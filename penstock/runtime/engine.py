@@ -67,7 +67,12 @@ _MASK = (1 << 64) - 1
 
 
 class Engine:
-    """Runs training and evaluation steps on this process's stages, together with all other ranks."""
+    """Runs training and evaluation steps on this process's stages, together with all other ranks.
+
+    A training step is `_begin_step` (split the batch, agree on the step with all ranks), `_run_training` (run the
+    compiled actions, reduce gradients) and `_end_step` (gather losses, find NaN and Inf). If one of them fails,
+    gradients and buffers are restored.
+    """
 
     def __init__(
         self,
@@ -132,26 +137,27 @@ class Engine:
     def train(
         self,
         batch: Batch,
-        number: int,
+        step_number: int,
         keeps_outputs: bool,
         is_timed: bool,
         output_dims: OutputDims = None,
         scale: float = 1.0,
         budget_tokens: int | None = None,
     ) -> Result:
-        """Run forward and backward of a batch (args, kwargs, target) as step `number`.
+        """Run forward and backward of a batch as step `step_number`.
 
-        Loss and gradients are multiplied by `scale`. With `budget_tokens` its samples are grouped by length.
+        Loss and gradients are multiplied by `scale`. With `budget_tokens` its samples are grouped by length. With
+        `is_timed` the Result has a Trace.
         """
         self.check_usable()
-        request = SyncRequest("step", number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
+        request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         is_measured = budget_tokens is not None and self._tokens.is_measured
         batch = self._begin_budget(budget_tokens, batch, request)
-        with watch_step(self._groups.monitor, number, True, self._handle_failure):
+        with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
             try:
                 times = self._run_training(step, compiled, is_timed or is_measured)
-                result = self._end_step(step, compiled, number, times)
+                result = self._end_step(step, compiled, times)
             except BaseException:
                 self._undo()
                 raise
@@ -167,23 +173,23 @@ class Engine:
     def evaluate(
         self,
         batch: Batch,
-        number: int,
+        step_number: int,
         keeps_outputs: bool,
         output_dims: OutputDims = None,
         budget_tokens: int | None = None,
     ) -> Result:
         """Run the forward of one batch in eval mode, without gradients."""
         self.check_usable()
-        request = SyncRequest("eval", number, step_options(keeps_outputs, False, 1.0, budget_tokens))
+        request = SyncRequest("eval", step_number, step_options(keeps_outputs, False, 1.0, budget_tokens))
         batch = self._begin_budget(budget_tokens, batch, request)
-        watched = watch_step(self._groups.monitor, number, False, self._handle_failure)
+        watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
         with watched, torch.no_grad(), _eval_mode(self._model_part.captured.model):
             step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
             self._execute(step, compiled, False)
-            result = self._end_step(step, compiled, number, None)
+            result = self._end_step(step, compiled, None)
             return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
 
-    def forward(self, batch: Batch, number: int, output_dims: OutputDims = None) -> tuple[Result, tuple[int, ...]]:
+    def forward(self, batch: Batch, step_number: int, output_dims: OutputDims = None) -> tuple[Result, tuple[int, ...]]:
         """Run the forward of one batch in training mode, without gradients; returns also the microbatch sizes.
 
         Buffers are restored: the backward of these outputs runs the forward again, with the same random numbers.
@@ -191,14 +197,14 @@ class Engine:
         self.check_usable()
         self._budget = None
         buffers = StepSnapshot((), (), True, self._model_part.written_buffers)
-        with watch_step(self._groups.monitor, number, False, self._handle_failure), torch.no_grad():
-            step, compiled = self._begin_step(batch, SyncRequest("forward", number), False, True, output_dims)
+        with watch_step(self._groups.monitor, step_number, False, self._handle_failure), torch.no_grad():
+            step, compiled = self._begin_step(batch, SyncRequest("forward", step_number), False, True, output_dims)
             buffers.take()
             try:
                 self._execute(step, compiled, False)
             finally:
                 buffers.restore()
-            return self._end_step(step, compiled, number, None), step.sizes
+            return self._end_step(step, compiled, None), step.sizes
 
     def _begin_budget(self, budget_tokens: int | None, batch: Batch, request: SyncRequest) -> Batch:
         """Set the token budget of a step, and check once for every kind of padding that the loss does not depend on it.
@@ -272,6 +278,7 @@ class Engine:
             microbatches,
             recordings,
             is_training,
+            number=request.step,
             inputs=inputs,
             keeps_outputs=keeps_outputs,
             output_dims=output_dims,
@@ -293,7 +300,7 @@ class Engine:
         return Batch(args, {**kwargs, TARGET: target})
 
     def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
-        """Split a batch into microbatches."""
+        """The microbatches of a batch; raises an error if the stages cannot run."""
         if not self._model_part.has_weights or self._model_part.weights_error is not None:
             self._model_part.check_weights()
         for stage in self._model_part.stages.values():
@@ -305,14 +312,14 @@ class Engine:
     def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch into microbatches, and find the recording of each unless they are given."""
         microbatches, captured = self._microbatches(batch), self._model_part.captured
-        parts = [(part.args, part.kwargs) for part in microbatches]
+        arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
         num_recorded, self._num_to_record = self._num_to_record, 0
         if recordings is not None:
-            captured.record_again(parts[0], self._seed, num_recorded)
-            inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
+            captured.record_again(arguments[0], self._seed, num_recorded)
+            inputs = tuple(captured.inputs(*each) for each in arguments)
             return SplitBatch(microbatches, recordings, inputs)
         try:
-            pairs = captured.recordings(parts, self._seed, num_recorded, microbatch_kinds(microbatches))
+            pairs = captured.recordings(arguments, self._seed, num_recorded, microbatch_kinds(microbatches))
         except CaptureError as error:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
         split = SplitBatch(microbatches, *zip(*pairs, strict=True))
@@ -328,21 +335,23 @@ class Engine:
         """
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
         with self._sync.errors_on_all_ranks(shapes):
-            number, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
+            num_new, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and not has_no_batch(batch):
-                parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
-                number, count = self._model_part.captured.num_new(parts, self._seed), len(parts)
-        vote = SyncVote(maxes=(float(number), -float(number), float(count), -float(count)) if is_given else ())
-        most, fewest, most_microbatches, fewest_microbatches = self._sync.exchange(shapes, vote).maxes
-        if not is_training and most_microbatches != -fewest_microbatches:
+                microbatches = self._microbatches(self._target_as_argument(batch))
+                arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
+                num_new, count = self._model_part.captured.num_new(arguments, self._seed), len(microbatches)
+        # Each number also negated, so that the maximum over the ranks gives the minimum.
+        vote = SyncVote(maxes=(float(num_new), -float(num_new), float(count), -float(count)) if is_given else ())
+        most, negated_fewest, most_microbatches, negated_microbatches = self._sync.exchange(shapes, vote).maxes
+        if not is_training and most_microbatches != -negated_microbatches:
             # Every forward gathers parameters.
             raise RunError(
                 "replicas that share parameters must have the same number of microbatches in an evaluation",
-                fewest=int(-fewest_microbatches),
+                fewest=int(-negated_microbatches),
                 most=int(most_microbatches),
                 hint="at least one sample for each microbatch on every replica",
             ).on_all_ranks()
-        if finds_dims and most != -fewest:
+        if finds_dims and most != -negated_fewest:
             raise RunError(
                 "replicas that share parameters cannot find the batch dimensions of outputs for shapes that are new "
                 "to some of them only",
@@ -383,7 +392,7 @@ class Engine:
     def _begin_with_sent_batch(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
-        """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it.
+        """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive the tensors they need.
 
         The rank of the last stage may have the target instead.
         """
@@ -391,6 +400,7 @@ class Engine:
         known = f"{self._plan.num_microbatches}, after {sender.num_signatures} kinds of batches"
         agreement = Agreement.of_options({"microbatches": known})
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
+        # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
         given = (self._given_names.mask(batch), float(self._comparison.target_checksum(batch, request)))
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
@@ -547,12 +557,12 @@ class Engine:
         self._failure = one_line(error)
         self._transport.clear()
 
-    def _end_step(self, step: Step, compiled: CompiledStep, number: int, times: Sequence[ActionTimes] | None) -> Result:
+    def _end_step(self, step: Step, compiled: CompiledStep, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
         groups, own = self._groups, LossVote.of(step)
         first_bad_output, last_bad_gradient = self._nonfinite_stages(step)
         every, difference = self._options.check_inputs_every, None
-        if step.is_training and groups.num_tensor_ranks > 1 and every and number % every == 0:
+        if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
         new_warnings = self._warnings.new(step, self._loss_head, lambda: self._model_part.parameters)
         vote = SyncVote(
@@ -561,7 +571,7 @@ class Engine:
             maxes=(own.kind, own.dtype, -first_bad_output, last_bad_gradient),
             content=own.content if len(own.content) <= MAX_CONTENT else (),
         )
-        request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
+        request = SyncRequest("the end of step" if step.is_training else "the end of eval", step.number)
         result = self._sync.exchange(request, vote)
         total, added, num_warnings, num_differing = result.sums
         kind, dtype, negated_output, last_bad_gradient = result.maxes
@@ -577,7 +587,7 @@ class Engine:
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
         if math.isfinite(negated_output) or math.isfinite(last_bad_gradient):
-            skipped = self._handle_nonfinite(step, compiled, number, -negated_output, last_bad_gradient)
+            skipped = self._handle_nonfinite(step, compiled, -negated_output, last_bad_gradient)
         elif num_differing:
             raise_on_all_ranks(groups, difference)
         count, loss_dtype = len(step.microbatches), LOSS_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
@@ -639,7 +649,7 @@ class Engine:
         values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
         return tuple(self._groups.broadcast(values, self._last_rank).tolist())
 
-    def _handle_nonfinite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
+    def _handle_nonfinite(self, step: Step, compiled: CompiledStep, first: float, last: float) -> str:
         """Raise an error about NaN or Inf; with nonfinite="skip", warn and return why the step is skipped.
 
         `first` is the first stage whose forward produced such a value, `last` the last one with such a gradient.
@@ -653,7 +663,7 @@ class Engine:
         kept = ", gradients, weights and buffers are as before it" if is_restored else ", and with it all gradients"
         error = RunError(
             f"a loss or gradient is not a finite number; this step was dropped{kept}",
-            step=number,
+            step=step.number,
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",
             **(origin.error_values if origin else {"nodes": f"{nodes[0]} to {nodes[-1]}"}),
@@ -677,6 +687,7 @@ class Engine:
             step.microbatches,
             step.recordings,
             True,
+            number=step.number,
             inputs=step.inputs,
             seed=step.seed,
             mean_size=step.mean_size,

@@ -34,6 +34,8 @@ class SplitBatch(NamedTuple):
 class Step(LossStep):
     """The microbatches of a step; filled with weights, losses and outputs while it runs."""
 
+    number: int = 0
+    """how many steps the Pipeline had run before"""
     inputs: tuple[dict[str, Tensor], ...] = ()
     """the tensors of each microbatch by the names of the model's inputs"""
     keeps_outputs: bool = False
