@@ -11,7 +11,7 @@ The files, in the order in which to read them:
     recompute.py           blocks that run again in backward instead of saving activations
     deferral.py            a split backward: defers weight gradients
     deferred_functions.py  the torch functions whose weight gradients can be deferred
-    sequence.py            all stages in one process; check.py compares them with the model
+    sequence.py            all stages in one process, one after another; check.py compares them with the model
     layer_list.py          a model given as a list of modules and functions
 """
 
@@ -20,6 +20,6 @@ from penstock.stages.cut_checks import check_guards
 from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.layer_list import LayerList
 from penstock.stages.ownership import Ownership
-from penstock.stages.sequence import Sequence, split
+from penstock.stages.sequence import StageSequence, split
 from penstock.stages.stage import CutModel, Stage
 from penstock.stages.stage_run import ForwardRun, StageRun, grad_boundary

@@ -27,8 +27,9 @@ DeferringFunction = Callable[..., Tensor | None]
 """called as `function(deferral, *args, **kwargs)` in place of a torch function; None: call the original"""
 
 _TAKES_GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-# A custom Function records a node only if one of its tensor arguments requires a gradient.
-_ANCHOR = torch.zeros(0, requires_grad=True)
+ANCHOR = torch.zeros(0, requires_grad=True)
+"""an argument of custom Functions: autograd adds a node only if one of the tensor arguments requires a gradient. It is
+empty, and its own gradient is never computed"""
 
 
 class Deferral(TorchFunctionMode):
@@ -71,7 +72,7 @@ class Deferral(TorchFunctionMode):
         if not result.requires_grad:
             # The input needs no gradient, so there is no node to attach to.
             self.is_recomputed = self.is_recomputed or _has_saved_tensors_hooks()
-            started: Tensor = _StartGraph.apply(_ANCHOR, [result], value, deferred)  # type: ignore[no-untyped-call]
+            started: Tensor = _StartGraph.apply(ANCHOR, [result], value, deferred)  # type: ignore[no-untyped-call]
             return started
         if _has_saved_tensors_hooks():
             # Inside a checkpoint the input must not be kept here: it is saved through the hooks, and recomputed.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.stages.stage import add_parts
+from penstock.stages.stage import register_by_name
 
 Entry = str | nn.Module | Callable[..., Any]
 _LISTS = (nn.Sequential, nn.ModuleList)
@@ -23,35 +23,36 @@ class LayerList(nn.Module):
         super().__init__()
         if isinstance(entries, str):
             raise PartitionError("entries must be a list", got=repr(entries), hint=f"[{entries!r}]")
-        self.steps: list[tuple[str, Callable[..., Any]]] = []
+        self.layers: list[tuple[str, Callable[..., Any]]] = []
+        """each with its name; functions have none"""
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:
-            step = _resolve_entry(model, entry)
-            for element in step if isinstance(step, _LISTS) else (step,):
-                self._add(model, element, names)
-        if not self.steps:
+            layer = _resolve_entry(model, entry)
+            for each in layer if isinstance(layer, _LISTS) else (layer,):
+                self._add(model, each, names)
+        if not self.layers:
             raise PartitionError("entries must not be empty")
 
-    def _add(self, model: nn.Module, step: Callable[..., Any], names: dict[int, str]) -> None:
-        if not isinstance(step, nn.Module):
-            self.steps.append(("", step))
+    def _add(self, model: nn.Module, layer: Callable[..., Any], names: dict[int, str]) -> None:
+        if not isinstance(layer, nn.Module):
+            self.layers.append(("", layer))
             return
-        name = names.get(id(step), f"entry{len(self.steps)}")
-        if id(step) in names:
-            add_parts(self, model, [name], ())
+        name = names.get(id(layer), f"entry{len(self.layers)}")
+        if id(layer) in names:
+            register_by_name(self, model, [name], ())
         else:
-            self.add_module(name, step)
-        self.steps.append((name, step))
+            self.add_module(name, layer)
+        self.layers.append((name, layer))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the modules, in order; functions have none."""
-        return tuple(name for name, _ in self.steps if name)
+        return tuple(name for name, _ in self.layers if name)
 
     def forward(self, x: Any) -> Any:
         """Call every entry on the result of the previous one."""
-        for name, step in self.steps:
-            x = self.get_submodule(name)(x) if name else step(x)
+        for name, layer in self.layers:
+            x = self.get_submodule(name)(x) if name else layer(x)
         return x
 
 

@@ -1,4 +1,4 @@
-"""The part of a model that one rank runs, as a module with the model's own names."""
+"""A stage: the piece of a model that one rank runs, as a module with the model's own names."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,8 @@ class CutModel:
         graph = captured.graph
         check_shared_memory(captured.model, graph, partition)
         self._owners = Ownership(graph, partition)
-        self.runs = partition.runs(graph)
+        self.stage_nodes = partition.runs(graph)
+        """by stage, the nodes that it runs"""
         self.unused_leaves = self._owners.by_stage(captured.unused_leaves())
         self.unused_state = self._owners.by_stage(self._owners.unused)
         self._fits: LruCache[Recording, Fit] = LruCache()
@@ -78,15 +79,15 @@ class Stage(nn.Module):
         self._replays: LruCache[tuple[Recording, bool], Replay] = LruCache()
         self._deferred_accumulator = DeferredAccumulator()
         model, shared = captured.model, self._cut[0]
-        nodes = shared.runs[index]
+        nodes = shared.stage_nodes[index]
         leaves = captured.block_modules(node.name for node in nodes)
         leaves += shared.unused_leaves.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += shared.unused_state.get(index, [])
-        add_parts(self, model, dict.fromkeys(leaves), dict.fromkeys(state))
+        register_by_name(self, model, dict.fromkeys(leaves), dict.fromkeys(state))
         self._leaves = ({name: model.get_submodule(name) for name in leaves},)
         self._loose_state = _loose_state(model, leaves, state)
-        # The parts are the user's own modules, each in the mode that the user set: self.train() would change them.
+        # The submodules are the user's own, each in the mode that the user set: self.train() would change them.
         self.training = model.training
 
     @property
@@ -107,8 +108,8 @@ class Stage(nn.Module):
         """
         own_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         graph = self._captured[0].graph
-        runs = self._cut[0].runs
-        users = Counter(name for nodes in runs for name in {name for node in nodes for name in node.parameters})
+        stage_nodes = self._cut[0].stage_nodes
+        users = Counter(name for nodes in stage_nodes for name in {name for node in nodes for name in node.parameters})
         grouped = {name for group in graph.tied for name in group}
         untied = ((name,) for name in users if users[name] > 1 and name in own_names and name not in grouped)
         return (*(group for group in graph.tied if own_names & set(group)), *untied)
@@ -147,7 +148,7 @@ class Stage(nn.Module):
                 )
 
     def train(self, mode: bool = True) -> "Stage":
-        """Set the mode of the parts, and of the modules around them, whose forward is the glue between the parts."""
+        """Set the mode of the submodules, and of the modules around them, whose forward is the code between them."""
         super().train(mode)
         for name in self._leaves[0]:
             words = name.split(".")
@@ -180,7 +181,7 @@ def leaving_values(partition: Partition, graph: Graph) -> list[tuple[str, ...]]:
     return list(map(tuple, leaving))
 
 
-def add_parts(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:
+def register_by_name(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:
     """Register modules, and single parameters and buffers, of the model in `tree` under their names in the model."""
     for path in modules:
         parent, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""One forward of a part of a model with its backward, and its boundary in the autograd graph."""
+"""One forward of a stage with its backward, and the boundary of the stage in the autograd graph."""
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -11,21 +11,18 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.capture import DrawSeed, Recording, has_gradient
-from penstock.stages.deferral import Deferral, Deferred
+from penstock.stages.deferral import ANCHOR, Deferral, Deferred
 from penstock.stages.deferred_functions import DEFERRABLE
 from penstock.stages.stage import Stage
 
 Gradients = Mapping[str, Tensor | None]
-# A custom Function records a node only if one of its tensor arguments requires a gradient. This one is empty, and its
-# own gradient is never computed.
-_ANCHOR = torch.zeros(0, requires_grad=True)
 _NO_CONTEXT = nullcontext()
 
 
 class ForwardRun:
-    """One forward of a part of a model, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
+    """One forward of a stage, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
 
-    The constructor runs the forward. `outputs` are the values that leave the part, until `take_outputs`; after that
+    The constructor runs the forward. `outputs` are the values that leave the stage, until `take_outputs`; after that
     the run keeps only their positions in the autograd graph, so that they can be freed. The gradients passed to
     `input_grad` must not be changed until `weight_grad`.
     """
@@ -50,7 +47,7 @@ class ForwardRun:
         self._accumulate = accumulate_deferred
         self._returned: dict[str, Tensor | None] = {}
         values, self._leaves = grad_boundary(incoming, written, received, self._returned)
-        # A stage that returns no gradient, such as the first, has no input part: its whole backward is weight_grad.
+        # A stage that returns no gradient, such as the first, has no input gradient: all of backward is weight_grad.
         returns_gradients = bool(self._leaves or self._returned)
         self._is_all_weight_grad = is_split and not returns_gradients
         self._deferral = Deferral(DEFERRABLE) if is_split and returns_gradients and can_defer else None
@@ -216,6 +213,6 @@ def grad_boundary(
                 differentiable[name] = detached
     if differentiable:
         returned.update(dict.fromkeys(differentiable))
-        started = _GradBoundary.apply(_ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]
+        started = _GradBoundary.apply(ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]
         values.update(zip(differentiable, started, strict=True))
     return values, leaves
