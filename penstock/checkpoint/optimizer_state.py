@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.capture import RowSlice
 from penstock.checkpoint.names import shorten
 from penstock.errors import CheckpointError, DamagedError
-from penstock.runtime import FindTensor, Tensors, decode_tree, encode_tree
+from penstock.runtime import FindTensor, NamedTensors, decode_tree, encode_tree
 
 Shard = Callable[[Tensor, Tensor], Tensor]
 """from a whole tensor to this rank's shard of it, laid out like a given parameter"""
@@ -21,7 +21,7 @@ class OptimizerPart:
     """The state of the parameters of one stage, as a JSON document and the tensors that it refers to."""
 
     document: dict[str, Any]
-    tensors: Tensors = field(default_factory=dict)
+    tensors: NamedTensors = field(default_factory=dict)
 
 
 def split_optimizer_state(

@@ -28,7 +28,7 @@ from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Conte
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan, as_int, to_json
 from penstock.launch import run_before_exit
-from penstock.runtime import ModelPart, RankSync, SyncRequest, Tensors, encode_tree, json_bytes
+from penstock.runtime import ModelPart, NamedTensors, RankSync, SyncRequest, encode_tree, json_bytes
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Saver:
             if state.optimizer is not None:
                 check_optimizer(state.optimizer, parameter_names(self._part), self._part.remote_parameters)
             run: dict[str, Any] | None = None
-            run_tensors: Tensors = {}
+            run_tensors: NamedTensors = {}
             if state.run is not None and self._groups.rank == 0:
                 run = {name: encode_tree(value, run_tensors, name) for name, value in state.run.items()}
         # 2. Agree on the rank that saves each tensor. Names and shapes do not change: once for all checkpoints.
@@ -212,7 +212,7 @@ class Saver:
         if state.scheduler is not None:
             rank_state["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
         for kind, value in rank_state.items():
-            tensors: Tensors = {}
+            tensors: NamedTensors = {}
             document = encode_tree(value, tensors, kind)
             files |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
         return files
@@ -379,7 +379,7 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     return files
 
 
-def _document_files(stem: str, document: Any, tensors: Tensors, copies: "HostCopies | None") -> dict[str, Content]:
+def _document_files(stem: str, document: Any, tensors: NamedTensors, copies: "HostCopies | None") -> dict[str, Content]:
     """A document as JSON, and the tensors that it refers to, if any, as a second file."""
     files: dict[str, Content] = {f"{stem}.json": json_bytes(document)}
     if tensors:

@@ -64,7 +64,7 @@ from penstock.runtime.scaler import GradScaler
 from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
-from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
+from penstock.runtime.tensor_json import FindTensor, NamedTensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.tensor_parallel import shard_like
 from penstock.runtime.token_budget import balanced_shares
 from penstock.runtime.transports import (

@@ -12,7 +12,7 @@ from penstock.capture import dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
+from penstock.runtime.tensor_json import NamedTensors, decode_tree, encode_tree
 from penstock.runtime.tensor_parallel import full_tensor
 
 _REFUSED = "refused: "
@@ -21,7 +21,7 @@ _REFUSED = "refused: "
 def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
     """Return a JSON text of a structure of lists, tuples, dicts and plain values, and its tensors in order."""
     _check_structure(structure)
-    tensors: Tensors = {}
+    tensors: NamedTensors = {}
     tree = encode_tree(structure, tensors, "batch")
     specs = {
         name: [dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad] for name, tensor in tensors.items()
@@ -110,7 +110,7 @@ def gather_tensors(
         return {name: tensor.cpu().clone() for name, tensor in detached.items()}
     gathered: dict[str, Tensor] = {}
     for source in range(groups.num_ranks):
-        part = broadcast_structure(groups, detached if groups.rank == source else {}, source, device)
+        sent = broadcast_structure(groups, detached if groups.rank == source else {}, source, device)
         if everywhere or groups.rank == 0:
-            gathered = {**{name: tensor.cpu().clone() for name, tensor in part.items()}, **gathered}
+            gathered = {**{name: tensor.cpu().clone() for name, tensor in sent.items()}, **gathered}
     return gathered

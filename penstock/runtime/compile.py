@@ -121,7 +121,7 @@ class StepCompiler:
     def compile_ranks(self, program: Program, edges: Sequence[Edges]) -> tuple[RankProgram, ...]:
         """Compile a program, which may be a part of a longer one, for the ranks of this process."""
         messages = _StageMessages(program, edges)
-        return tuple(_Compiler(messages, rank, self._runner, self._transport).compiled() for rank in self._ranks)
+        return tuple(_RankCompiler(messages, rank, self._runner, self._transport).compiled() for rank in self._ranks)
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
@@ -165,7 +165,7 @@ def compile_rank(
     program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
 ) -> RankProgram:
     """Compile the order of a rank; `edges` has an entry per microbatch."""
-    return _Compiler(_StageMessages(program, edges), rank, runner, transport).compiled()
+    return _RankCompiler(_StageMessages(program, edges), rank, runner, transport).compiled()
 
 
 class _StageMessages:
@@ -206,7 +206,7 @@ class _StageMessages:
         return arrived
 
 
-class _Compiler:
+class _RankCompiler:
     """Compiles the order of one rank."""
 
     def __init__(self, messages: _StageMessages, rank: int, runner: PassRunner, transport: Transport) -> None:

@@ -21,7 +21,7 @@ from penstock.stages import Ownership
 
 INPUTS = ("all", "first")
 """which ranks are given the batch"""
-Split = Callable[[Batch, tuple[Recording, ...] | None], SplitBatch]
+SplitFunction = Callable[[Batch, tuple[Recording, ...] | None], SplitBatch]
 """splits a batch into microbatches, and finds their recordings unless they are given"""
 
 
@@ -60,7 +60,7 @@ class BatchSender:
     read. All ranks use signatures in the same order, so they also drop the same least recently used ones.
     """
 
-    def __init__(self, model_part: ModelPart, plan: Plan, split: Split) -> None:
+    def __init__(self, model_part: ModelPart, plan: Plan, split: SplitFunction) -> None:
         self._model_part, self._plan, self._split = model_part, plan, split
         self._signatures: LruCache[int, BatchSignature] = LruCache()
         """by index"""

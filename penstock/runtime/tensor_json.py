@@ -21,11 +21,11 @@ from penstock.errors import CheckpointError, DamagedError
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 FindTensor = Callable[[str], Tensor]
 
 
-def encode_tree(value: Any, tensors: Tensors, name: str) -> Any:
+def encode_tree(value: Any, tensors: NamedTensors, name: str) -> Any:
     """Return the value in types that JSON has, and add its tensors to `tensors`.
 
     A tensor is named by its position in the value: `name`, `name.0`, `name.key`.
@@ -36,7 +36,7 @@ def encode_tree(value: Any, tensors: Tensors, name: str) -> Any:
         raise CheckpointError("a value contains itself, or is nested too deeply", name=name) from None
 
 
-def _encode(value: Any, tensors: Tensors, name: str) -> Any:
+def _encode(value: Any, tensors: NamedTensors, name: str) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor("$tensor", value, tensors, name)
     if isinstance(value, np.generic):
@@ -71,7 +71,7 @@ def _encode(value: Any, tensors: Tensors, name: str) -> Any:
     )
 
 
-def _encode_tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
+def _encode_tensor(kind: str, tensor: Tensor, tensors: NamedTensors, name: str) -> dict[str, str]:
     # Keys may contain dots, so two positions can have the same name.
     candidates = chain((name,), (f"{name}#{number}" for number in count(2)))
     unused = next(candidate for candidate in candidates if candidate not in tensors)

@@ -85,11 +85,11 @@ def balanced_shares(whole: Microbatch, budget: int, num_replicas: int) -> list[M
 
     groups = group_samples(lengths, budget, padding.width)
     by_group = [
-        sorted(sample for group in part for sample in groups[group].samples)
-        for part in balance([float(group.tokens) for group in groups], count)
+        sorted(sample for group in share for sample in groups[group].samples)
+        for share in balance([float(group.tokens) for group in groups], count)
     ]
     by_sample = balance([float(length) for length in lengths], count)
-    best = min((by_group, by_sample), key=lambda parts: max(map(tokens, parts)) if all(parts) else math.inf)
+    best = min((by_group, by_sample), key=lambda shares: max(map(tokens, shares)) if all(shares) else math.inf)
     return [padding.microbatch(samples, padding.width) for samples in best]
 
 

@@ -80,7 +80,7 @@ class UserStageRunner:
         modules = {index: stage.module for index, stage in stages.items() if stage.module is not None}
         self.fsdp = FsdpStages(modules)
         self._replicated = {
-            index: [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+            index: [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
             for index, module in modules.items()
         }
         self.has_replicas = any(self._replicated.values())

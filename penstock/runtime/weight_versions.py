@@ -81,21 +81,21 @@ class StageWeights:
         gradients = [parameter.grad for parameter in self._parameters]
         self._gradients = [(each, 0 if each is None else each._version) for each in gradients]
 
-    def acquire(self, batch: int) -> Version:
-        """The version for the forward and backward of a microbatch of batch number `batch` of the stream."""
-        version = self._choose(batch)
+    def acquire(self, batch_number: int) -> Version:
+        """The version for the forward and backward of a microbatch of this batch of the stream."""
+        version = self._choose(batch_number)
         version.num_users += 1
         self._keep(version)
         return version
 
-    def _choose(self, batch: int) -> Version:
+    def _choose(self, batch_number: int) -> Version:
         if self._staleness == "2bw":
-            wanted = max(batch - 1, 0)
+            wanted = max(batch_number - 1, 0)
             if self._present.number == wanted:
                 return self._present
             assert self._previous is not None
             return self._previous
-        present, ahead = self._present, batch - self._present.number
+        present, ahead = self._present, batch_number - self._present.number
         if self._staleness == "stash" or not ahead:
             return present
         key = (present.number, ahead)
