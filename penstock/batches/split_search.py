@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from penstock.batches.cuts import Argument, Split, batch_size, has_rule
 from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch
 from penstock.capture import (
+    ROUNDING,
     copy_leaf,
     is_inexact,
     is_integer,
     isolated,
     register_containers,
-    rounding_tolerance,
     seed_generators,
     tensors_in,
     uncompiled,
@@ -333,4 +333,4 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
     # NaN and Inf at the same places are equal.
     difference = difference[(tensor.isfinite() | expected.isfinite())]
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 1.0
-    return not difference.numel() or float(difference.max()) <= rounding_tolerance(expected.dtype) * scale
+    return not difference.numel() or float(difference.max()) <= ROUNDING[expected.dtype] * scale

@@ -50,6 +50,7 @@ from penstock.capture.objects import (
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.tensors import (
+    ROUNDING,
     as_real,
     device_of,
     dtype_name,
@@ -59,7 +60,6 @@ from penstock.capture.tensors import (
     in_double,
     is_inexact,
     is_integer,
-    rounding_tolerance,
     spec_of,
     storage_id,
     tensors_in,

@@ -4,6 +4,7 @@
 them have gradients, NaN and Inf, and how complex numbers are sent, searched and compared.
 """
 
+from collections import defaultdict
 from itertools import chain
 
 import torch
@@ -54,15 +55,9 @@ def from_real(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor)
 
 
-_ROUNDING, _COARSE_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}, 5e-2
-
-
-def rounding_tolerance(*dtypes: torch.dtype) -> float:
-    """How far apart two results may be because of rounding, relative to the largest entry.
-
-    For results that are equal in exact arithmetic, computed in another order, in the lowest of these precisions.
-    """
-    return max(_ROUNDING.get(dtype, _COARSE_ROUNDING) for dtype in dtypes)
+ROUNDING: defaultdict[torch.dtype, float] = defaultdict(lambda: 5e-2, {torch.float64: 1e-10, torch.float32: 1e-4})
+"""how far apart two results of this precision may be because of rounding, relative to the largest entry, if they are
+equal in exact arithmetic and were computed in another order"""
 
 
 def in_double(tensor: Tensor) -> Tensor:

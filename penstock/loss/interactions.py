@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.capture import Recording, rounding_tolerance
+from penstock.capture import ROUNDING, Recording
 from penstock.ir import Graph, Ref, Tree, listed
 
 
@@ -80,7 +80,7 @@ class InputComparison:
                 start = rows * sum(self._sizes[: chosen[0]])
                 expected = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
                 norms = _norms(leaf, dim)
-                limit = rounding_tolerance(leaf.dtype) * float(whole.max())
+                limit = ROUNDING[leaf.dtype] * float(whole.max())
                 if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
                     self.mixing[name] = None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import Captured, LruCache, Recording, is_integer, rounding_tolerance
+from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
 from penstock.loss.counted_weights import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
@@ -234,7 +234,8 @@ class LossWeights:
         numbers = [float(value.detach()) for value in values]
         weights = count.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
-        tolerance = VALUE_FACTOR * rounding_tolerance(self._function.dtype, output.dtype, loss.dtype)
+        dtypes = (self._function.dtype, output.dtype, loss.dtype)
+        tolerance = VALUE_FACTOR * max(ROUNDING[dtype] for dtype in dtypes)
         # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
         return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 

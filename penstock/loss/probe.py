@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture import DispatchMode, as_real, rounding_tolerance
+from penstock.capture import ROUNDING, DispatchMode, as_real
 from penstock.ir import leaves
 
 VALUE_FACTOR = 10.0
@@ -160,7 +160,7 @@ class Probe:
     @property
     def tolerance(self) -> float:
         """How far apart equal gradients may be because of rounding."""
-        return rounding_tolerance(self.dtype)
+        return ROUNDING[self.dtype]
 
     def distance(self, weights: Sequence[float]) -> float:
         """The largest difference from the weights of the gradients, as far as these exist; 0 within rounding."""

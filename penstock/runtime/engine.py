@@ -96,6 +96,7 @@ class Engine:
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, model_part.describe)
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._splitter = BatchSplitter(model_part.captured.model.forward, split, dict(plan.split))
+        self._num_microbatches = plan.num_microbatches
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(model_part.captured.model.forward)
@@ -307,7 +308,7 @@ class Engine:
             stage.check_state()
         if self._budget is not None:
             return self._tokens.microbatches(self._find_padding(batch), self._budget)
-        return self._splitter.split(batch, self._plan.num_microbatches)
+        return self._splitter.split(batch, self._num_microbatches)
 
     def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch into microbatches, and find the recording of each unless they are given."""

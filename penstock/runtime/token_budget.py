@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Batch, Microbatch, Padding, find_padding
-from penstock.capture import Recording, rounding_tolerance
+from penstock.capture import ROUNDING, Recording
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples
@@ -114,7 +114,7 @@ def check_losses(cut: Tensor, whole: Tensor, dtypes: Iterable[torch.dtype]) -> b
     found, expected = float(cut), float(whole)
     if found != found and expected != expected:
         return False  # no label of these samples counts
-    tolerance = _LOSS_TOLERANCE * rounding_tolerance(cut.dtype, *dtypes)
+    tolerance = _LOSS_TOLERANCE * max(ROUNDING[dtype] for dtype in (cut.dtype, *dtypes))
     if abs(found - expected) <= tolerance * max(abs(found), abs(expected)):
         return True
     raise RunError(
