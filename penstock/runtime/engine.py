@@ -487,6 +487,7 @@ class Engine:
         self._snapshot.restore()
 
     def _execute(self, step: Step, compiled: CompiledStep, is_timed: bool) -> list[ActionTimes] | None:
+        """Run the compiled actions of this process's ranks; returns when each action ran if the step `is_timed`."""
         times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if is_timed else None
         monitor = self._groups.monitor
         self._runner.step, self._failed_at = step, 0.0
@@ -510,11 +511,12 @@ class Engine:
             if self._transport.problem is not None:
                 # The ranks disagree about the step: the action that ran the check did not cause that.
                 raise self._transport.problem from None
-            cause, lacks_target = error.__cause__, self._loss_head.has_loss_fn and step.microbatches[0].target is None
-            if isinstance(error, RunError) and isinstance(cause, TypeError | AttributeError) and not error.hint:
-                # The loss function may have failed because it was given None.
+            # A loss function may fail because it was given None.
+            lacks_target = self._loss_head.has_loss_fn and step.microbatches[0].target is None
+            is_call_error = isinstance(error.__cause__, TypeError | AttributeError)
+            if lacks_target and is_call_error and isinstance(error, RunError) and not error.hint:
                 hint = "pipe.step(x, target=y), if the loss function needs a target"
-                raise (error.with_hint(hint) if lacks_target else error) from cause
+                raise error.with_hint(hint) from error.__cause__
             raise
         finally:
             self._runner.step = None
@@ -552,8 +554,8 @@ class Engine:
         failed_at, self._failed_at = self._failed_at, 0.0
         if isinstance(error, RunError) and failed_at:
             self._sync.refuse(SyncRequest("the end of step", monitor.step), error, failed_at)
-            error.is_shared = not monitor.has_lost_contact
-            if error.is_shared:
+            if not monitor.has_lost_contact:
+                error.on_all_ranks()
                 return
         self._failure = one_line(error)
         self._transport.clear()
