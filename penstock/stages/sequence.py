@@ -23,7 +23,7 @@ def split(captured: Captured, partition: Partition) -> tuple[Stage, ...]:
     return tuple(Stage(captured, partition, index, cut=cut) for index in range(partition.num_stages))
 
 
-class StageSequence:
+class Sequence:
     """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
 
     def __init__(

@@ -10,7 +10,7 @@ import penstock
 from penstock.errors import PartitionError
 from penstock.ir import Partition
 from penstock.partitioners import by_modules, uniform
-from penstock.stages import LayerList, StageSequence
+from penstock.stages import LayerList, Sequence
 from tests.capture.models import Stack
 from tests.parity import Batch, StagedModel, WholeModel, assert_close, one_step
 
@@ -49,7 +49,7 @@ def test_tied_parameters_are_listed_with_their_owners():
 def test_a_stage_can_be_set_to_evaluation_and_moved_to_another_type():
     model = Stack().double()
     captured = penstock.capture(model, (BATCH.double(),))
-    run = StageSequence(captured, uniform(captured.graph, 3))
+    run = Sequence(captured, uniform(captured.graph, 3))
     for stage in run.stages:
         stage.eval()
     assert not model.norm.training
@@ -59,7 +59,7 @@ def test_a_stage_can_be_set_to_evaluation_and_moved_to_another_type():
 def test_hooks_on_blocks_fire_once_for_every_forward():
     model, seen = Stack(), []
     captured = penstock.capture(model, (BATCH,))
-    run = StageSequence(captured, uniform(captured.graph, 3))
+    run = Sequence(captured, uniform(captured.graph, 3))
     model.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
     run(BATCH)
     assert seen == ["block"]
@@ -68,7 +68,7 @@ def test_hooks_on_blocks_fire_once_for_every_forward():
 def test_other_batch_sizes_work_and_equal_the_model():
     model = Stack().eval()
     captured = penstock.capture(model, (BATCH,))
-    run = StageSequence(captured, uniform(captured.graph, 3))
+    run = Sequence(captured, uniform(captured.graph, 3))
     for size in (2, 5):
         assert torch.equal(run(BATCH[:size]), model(BATCH[:size]))
     assert captured.num_recordings == 3
@@ -80,7 +80,7 @@ def test_input_and_weight_gradients_can_be_taken_apart():
     gradient = torch.ones(6, 3, dtype=torch.float64)
     found = []
     for is_split in (False, True):
-        run = StageSequence(captured, uniform(captured.graph, 3), is_split)
+        run = Sequence(captured, uniform(captured.graph, 3), is_split)
         model.zero_grad()
         run(BATCH.double())
         run.backward({0: gradient})
@@ -120,7 +120,7 @@ def test_a_model_without_weights_is_split_and_given_weights_later():
     with torch.device("meta"):
         empty = Stack().eval()
     captured = penstock.capture(empty, (BATCH,))
-    run = StageSequence(captured, uniform(captured.graph, 3))
+    run = Sequence(captured, uniform(captured.graph, 3))
     for stage in run.stages:
         stage.to_empty(device="cpu")
         stage.load_state_dict({name: real.state_dict()[name] for name in stage.state_dict()})
@@ -133,7 +133,7 @@ def test_a_flat_list_of_names_modules_and_functions_is_a_model():
     assert flat.names == ("0", "1.0", "1.1", "2")
     assert sorted(flat.state_dict()) == sorted(model.state_dict())
     captured = penstock.capture(flat, (BATCH,))
-    run = StageSequence(captured, by_modules(captured.graph, [["0", "1.0"], ["1.1", "2"]]))
+    run = Sequence(captured, by_modules(captured.graph, [["0", "1.0"], ["1.1", "2"]]))
     assert torch.equal(run(BATCH), flat(BATCH))
 
 

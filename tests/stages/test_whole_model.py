@@ -8,7 +8,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import PartitionError
 from penstock.partitioners import uniform
-from penstock.stages import StageSequence, check
+from penstock.stages import Sequence, check
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ def test_the_mode_of_a_stage_reaches_what_happens_between_its_parts():
     captured, partition, stages = split(model, torch.randn(4, 8))
     for stage in stages:
         stage.eval()
-    run, x = StageSequence(captured, partition), torch.randn(4, 8)
+    run, x = Sequence(captured, partition), torch.randn(4, 8)
     assert torch.equal(run(x), run(x))
     assert torch.equal(run(x), model.eval()(x))
 
@@ -84,7 +84,7 @@ def test_the_mode_of_a_stage_reaches_what_happens_between_its_parts():
 def test_a_tensor_replaced_after_the_split_is_refused(name):
     model = Glue(lambda self, x: x * self.scale + self.shift)
     captured, partition, _ = split(model, torch.randn(4, 8))
-    run, x = StageSequence(captured, partition), torch.randn(4, 8)
+    run, x = Sequence(captured, partition), torch.randn(4, 8)
     old = getattr(model, name)
     setattr(model, name, nn.Parameter(torch.full((8,), 2.0)) if name == "scale" else torch.full((8,), 2.0))
     with pytest.raises(PartitionError, match=f"was replaced after the split \\(name: {name}\\)"):
@@ -120,7 +120,7 @@ def test_glue_that_loops_over_the_length_fits_other_lengths(stages, length):
     model = Summed()
     captured, partition, _ = split(model, torch.randn(4, 3, 8), stages=stages)
     x = torch.randn(4, length, 8)
-    assert torch.equal(StageSequence(captured, partition)(x), model(x))
+    assert torch.equal(Sequence(captured, partition)(x), model(x))
 
 
 class Masked(nn.Module):
@@ -147,7 +147,7 @@ def test_the_check_knows_infinity_and_gradients_that_are_rounding_only():
 
 def test_backward_before_forward_and_of_no_output_is_refused():
     captured, partition, _ = split(Glue(lambda self, x: x), torch.randn(4, 8))
-    run = StageSequence(captured, partition)
+    run = Sequence(captured, partition)
     with pytest.raises(PartitionError, match="needs a forward"):
         run.backward({0: torch.ones(4, 8)})
     run(torch.randn(4, 8))
