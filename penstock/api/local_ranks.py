@@ -1,7 +1,7 @@
 """Measures what the runtime costs if the ranks are processes of this machine: per pass, per message and per step.
 
 Two ranks run a small pipeline as any other would be run, and the recorded traces show where the time goes. The result
-is kept in the cache of profiles, so that a machine is measured once.
+is kept in the cache of profiles, so that a machine is measured once, unless other load made it unreliable.
 """
 
 import multiprocessing
@@ -9,7 +9,9 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +23,20 @@ from penstock.api.measuring import measure, measured_model
 from penstock.api.pipeline import Pipeline
 from penstock.capture import capture
 from penstock.errors import PenstockError, PenstockWarning
-from penstock.ir import Cluster, Fact, Kind, Overhead, Plan, Trace, microbatch_of, peer_of, stage_of
+from penstock.ir import Cluster, DeviceSpeed, Fact, Kind, Overhead, Plan, Trace, microbatch_of, peer_of, stage_of
 from penstock.launch import launch, num_cores
 from penstock.measure import Cache, device_name
 from penstock.planner import Measured, PlanOptions, search
 
 VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
-_METHOD = 2
+_METHOD = 3
 """increased when the method of measuring changes: then cached results are not used"""
-_MICROBATCHES, _ITERATIONS = 8, 4
+_MICROBATCHES = 8
 _WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.3
-"""after the warm-up at least 4 steps of each size, and more of them, up to 12, for 0.3 seconds"""
+"""after the warm-up at least 4 rounds of each size, and more of them, up to 12, for 0.3 seconds"""
+_ATTEMPTS = 2
+"""how often ranks are measured at most, if other load makes the result unreliable"""
 _TIMEOUT = 120.0
 _WAIT = 1e-3
 """seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""
@@ -55,11 +59,17 @@ def local_ranks(ranks: int) -> Cluster:
     found = cache.get(key, Cluster)
     if found is None:
         try:
-            found = _measure_ranks()
+            for _ in range(_ATTEMPTS):
+                found, is_reliable = _measure_ranks()
+                if is_reliable:
+                    cache.put(key, found)
+                    break
+            else:
+                text = "other load disturbed the measurement of the runtime's own costs; the next plan measures again"
+                warnings.warn(text, PenstockWarning, stacklevel=3)
         except (PenstockError, OSError) as error:
             warnings.warn(f"messages count as free, they could not be measured: {error}", PenstockWarning, stacklevel=3)
             return Cluster(ranks)
-        cache.put(key, found)
     return replace(found, ranks=ranks)
 
 
@@ -76,31 +86,57 @@ def shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
     return at_once if at_once < ranks else None
 
 
-class _Steps(NamedTuple):
-    """Steps of one pipeline: seconds of those without a trace, and the traces of the others."""
+class _Round(NamedTuple):
+    """What one rank measured at one time, so that other load disturbs all of it alike."""
 
-    seconds: list[float]
-    traces: list[Trace]
+    seconds: float
+    """of a step without a trace"""
+    trace: Trace
+    """of another step"""
+    alone: tuple[float, float]
+    """typical seconds of a forward and of a backward of this rank's stage without the runtime"""
 
 
-def _measure_ranks() -> Cluster:
-    plan = _plan()
-    few, many = launch(_run_steps, 2, plan, timeout=_TIMEOUT)[0]
-    # Of several steps the least: other load only ever adds.
-    message = min(map(_send_seconds, few.traces))
-    extra = min(map(_send_seconds, many.traces)) - message
+def _measure_ranks() -> tuple[Cluster, bool]:
+    """The costs of two ranks, and whether they are reliable: larger than the noise of the measurement."""
+    (few, many), (few_of_last, _) = launch(_run_rounds, 2, _plan(), timeout=_TIMEOUT)
+    rounds = list(zip(few, few_of_last, strict=True))
+    overhead, *halves = [_overhead(part) for part in (rounds, rounds[::2], rounds[1::2])]
+    # Both are differences of measured times. Noise can make them 0, which is never true.
+    pairs = [(getattr(overhead, name), [getattr(half, name) for half in halves]) for name in _DIFFERENCES]
+    is_reliable = all(max(parts) - min(parts) < value for value, parts in pairs)
+    extra = min(_send_seconds(each.trace) for each in many) - overhead.message_seconds
     extra_bytes = 4 * _WIDTH * (_MANY_SAMPLES - _FEW_SAMPLES)
-    return Cluster(
+    found = Cluster(
         2,
         # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
-        latency=max(0.0, min(map(_latency, few.traces))),
+        latency=max(0.0, min(_latency(each.trace) for each in few)),
         bandwidth=extra_bytes / extra if extra > 0 else None,
-        overhead=Overhead(
-            # A forward receives or sends a message, whose seconds are counted apart, and so does a backward.
-            pass_seconds=max(0.0, min(_pass_overhead(trace, plan) for trace in few.traces) - message / 2),
-            message_seconds=message,
-            step_seconds=max(0.0, min(few.seconds) - min(trace.makespan for trace in few.traces)),
-        ),
+        overhead=overhead,
+    )
+    return found, is_reliable
+
+
+_DIFFERENCES = ("pass_seconds", "step_seconds")
+"""the costs that are differences of measured times"""
+
+
+def _overhead(rounds: Sequence[tuple[_Round, _Round]]) -> Overhead:
+    """The costs of the runtime by some rounds of both ranks. Of several times the least: other load only ever adds."""
+    first, last = zip(*rounds, strict=True)
+    traces = [each.trace for each in first]
+    message = min(map(_send_seconds, traces))
+    # The forward of the last stage includes the loss, which is the user's.
+    passes = (
+        min(_pass_seconds(trace, Kind.FORWARD, 0) for trace in traces) - min(each.alone[0] for each in first),
+        min(_pass_seconds(trace, Kind.BACKWARD, 0) for trace in traces) - min(each.alone[1] for each in first),
+        min(_pass_seconds(trace, Kind.BACKWARD, 1) for trace in traces) - min(each.alone[1] for each in last),
+    )
+    return Overhead(
+        # A forward receives or sends a message, whose seconds are counted apart, and so does a backward.
+        pass_seconds=max(0.0, sum(passes) / len(passes) - message / 2),
+        message_seconds=message,
+        step_seconds=max(0.0, min(each.seconds for each in first) - min(trace.makespan for trace in traces)),
     )
 
 
@@ -127,7 +163,8 @@ def _model() -> nn.Sequential:
 def _plan() -> Plan:
     """Two stages of a layer each, one after the other on two ranks."""
     captured = capture(_model(), (torch.ones(_FEW_SAMPLES, _WIDTH),))
-    profile = measure(captured, iterations=_ITERATIONS, loss_fn=_loss, cache=False, progress=False)
+    # Only the order of the passes is used, so that nothing needs to be measured.
+    profile = measure(captured, loss_fn=_loss, speed=DeviceSpeed(1e12, 1e12), progress=False)
     models = {_MICROBATCHES: Measured(measured_model(captured, has_loss_fn=True).graph, profile)}
     return search(models, PlanOptions(Cluster(2), _MICROBATCHES, "1f1b", [["0"], ["1"]]))
 
@@ -136,11 +173,12 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).sum()
 
 
-def _run_steps(plan: Plan) -> list[_Steps]:
+def _run_rounds(plan: Plan) -> list[list[_Round]]:
     """Run by each of the two ranks."""
-    pipe, found = Pipeline(_model(), plan, loss_fn=_loss), []
+    model, rank = _model(), dist.get_rank()
+    pipe, found = Pipeline(model, plan, loss_fn=_loss), []
     for samples in (_FEW_SAMPLES, _MANY_SAMPLES):
-        batch, steps = torch.ones(samples * _MICROBATCHES, _WIDTH), _Steps([], [])
+        batch, rounds = torch.ones(samples * _MICROBATCHES, _WIDTH), list[_Round]()
         for _ in range(_WARM_UP):
             pipe.step(batch, target=batch)
         end = time.perf_counter() + _STEPS_SECONDS
@@ -152,10 +190,28 @@ def _run_steps(plan: Plan) -> list[_Steps]:
                 break
             start = time.perf_counter()
             pipe.step(batch, target=batch)
-            steps.seconds.append(time.perf_counter() - start)
-            steps.traces.append(pipe.step(batch, target=batch, record=True).trace)
-        found.append(steps)
+            seconds = time.perf_counter() - start
+            trace = pipe.step(batch, target=batch, record=True).trace
+            assert trace is not None
+            rounds.append(_Round(seconds, trace, _run_alone(model[rank], batch[:samples], is_last=rank == 1)))
+        found.append(rounds)
     return found
+
+
+def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, float]:
+    """The typical seconds of a forward and of a backward of a stage without the runtime."""
+    forwards, backwards = [], []
+    for _ in range(_MICROBATCHES):
+        x = batch.clone().requires_grad_(is_last)
+        start = time.perf_counter()
+        made = layer(x)
+        forwards.append(time.perf_counter() - start)
+        root = _loss(made, batch) if is_last else made
+        gradient = torch.ones_like(root)
+        start = time.perf_counter()
+        torch.autograd.backward(root, gradient)
+        backwards.append(time.perf_counter() - start)
+    return median(forwards), median(backwards)
 
 
 def _send_seconds(trace: Trace) -> float:
@@ -177,11 +233,7 @@ def _latency(trace: Trace) -> float:
     return float(np.median((trace.starts.values[user] - sent)[waited])) if waited.any() else 0.0
 
 
-def _pass_overhead(trace: Trace, plan: Plan) -> float:
-    """The typical seconds of a pass beyond those of the model."""
+def _pass_seconds(trace: Trace, kind: Kind, stage: int) -> float:
+    """The typical seconds of a kind of pass of a stage."""
     table, seconds = trace.program.table, trace.ends.values - trace.starts.values
-    stage = stage_of(table.codes)
-    # The forward of the last stage includes the loss, which is the user's.
-    measured = [(Kind.FORWARD, 0, plan.costs.forward[0]), *((Kind.BACKWARD, s, plan.costs.backward[s]) for s in (0, 1))]
-    found = [float(np.median(seconds[(table.kinds == kind) & (stage == at)])) - alone for kind, at, alone in measured]
-    return sum(found) / len(found)
+    return float(np.median(seconds[(table.kinds == kind) & (stage_of(table.codes) == stage)]))

@@ -1,6 +1,8 @@
 """Plans for ranks that are processes of this machine."""
 
+import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.api import local_ranks
-from penstock.ir import Cluster, Overhead
+from penstock.ir import Cluster, Overhead, StageCosts
 
 FOUND = Cluster(2, latency=1e-5, bandwidth=1e9, overhead=Overhead(0.1, 0.2, 0.3))
 X = torch.ones(4, 8)
@@ -23,9 +25,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path) -> list[int]:
     """How often the ranks were measured."""
     times: list[int] = []
 
-    def measure() -> Cluster:
+    def measure() -> tuple[Cluster, bool]:
         times.append(1)
-        return FOUND
+        return FOUND, True
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setenv(local_ranks.VARIABLE, "1")
@@ -40,6 +42,37 @@ def test_ranks_of_this_machine_are_measured_once(measured: list[int]) -> None:
     assert [plan.cluster.overhead for plan in plans] == [FOUND.overhead] * 2
     assert plans[0].predicted.makespan > 0.3 + 4 * 0.1 + 4 * 0.2
     assert plans[0].lower_bound <= plans[0].predicted.makespan
+
+
+def test_an_unreliable_measurement_is_repeated_and_not_kept(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [False, True, False, False, True]
+    monkeypatch.setattr(local_ranks, "_measure_ranks", lambda: (FOUND, results.pop(0)))
+    directory = os.environ["PENSTOCK_CACHE"]
+    assert local_ranks.local_ranks(2) == local_ranks.local_ranks(2) == FOUND
+    assert len(results) == 3  # the second time it was reliable, and then known
+    penstock.clear_profiles(directory)
+    with pytest.warns(penstock.PenstockWarning, match="other load"):
+        assert local_ranks.local_ranks(2) == FOUND
+    assert local_ranks.local_ranks(2) == FOUND
+    assert not results
+
+
+def test_costs_smaller_than_their_noise_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(*seconds: float) -> list[list[list[Any]]]:
+        """What two ranks return: passes take a second more than alone, and steps so many seconds more than passes."""
+        rounds = [local_ranks._Round(trace.makespan + each, trace, (0.0, 0.0)) for each in seconds]
+        return [[rounds, rounds], [rounds, rounds]]
+
+    trace = penstock.simulate(local_ranks._plan(), StageCosts((1.0, 1.0), (0.5, 0.5), (0.5, 0.5)))
+    for seconds, is_reliable in ((0.5, 0.6), True), ((0.1, 0.5), False), ((0.0, 0.0), False):
+        results = runs(*seconds)
+        monkeypatch.setattr(local_ranks, "launch", lambda *_, results=results, **__: results)
+        found, got = local_ranks._measure_ranks()
+        assert got == is_reliable
+        assert found.overhead.pass_seconds == 1.0
+        assert found.overhead.step_seconds == pytest.approx(min(seconds))
 
 
 def test_a_given_cluster_is_not_measured(measured: list[int]) -> None:
