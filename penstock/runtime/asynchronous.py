@@ -35,7 +35,7 @@ from penstock.runtime.executor import (
 )
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.initial_weights import parameter_ranks
-from penstock.runtime.loss_head import LossHead
+from penstock.runtime.loss_head import LossHead, WarningCause
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
@@ -254,7 +254,7 @@ class AsyncEngine(Engine):
         self._stream_of(plan.cuts)
         self._free_chunks: dict[object, list[Chunk]] = {}
         self._num_calls = 0
-        self._causes: list[tuple[str, bool]] = []
+        self._causes: list[WarningCause] = []
         """of the warnings that `drain` will issue"""
         self._reset()
 

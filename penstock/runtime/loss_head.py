@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from penstock.runtime.tensor_parallel import full_tensor
 
 _TRAINING_EFFECT = "gradients are those of a loop over the microbatches"
 _EVALUATION_EFFECT = "the loss is the mean over the microbatches"
+_HOOKS_PER_MICROBATCH = (
+    "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, differs from one "
+    "call for the whole batch"
+)
 
 
 class LossHead:
@@ -183,39 +187,43 @@ class MicrobatchWarning(PenstockWarning):
         return f"{self.cause}; {_TRAINING_EFFECT if self.is_training else _EVALUATION_EFFECT}"
 
 
+class WarningCause(NamedTuple):
+    """Why a step may differ from one of the whole batch, and the parameters of this rank that it concerns, if any."""
+
+    text: str
+    is_certain: bool
+    parameters: tuple[str, ...] = ()
+
+
 class StepWarnings:
     """Collects the warnings of all ranks after a step; the first rank issues each of them once."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._issued: dict[str, bool] = {}
-        """by cause, whether it was issued for training; one issued for evaluation only is issued again in training"""
+        """by text, whether it was issued for training; one issued for evaluation only is issued again in training"""
         self._num_steps = 0
 
     def new(
         self, step: Step, loss_head: LossHead, parameters: Callable[[], Mapping[str, Tensor]]
-    ) -> list[tuple[str, bool]]:
-        """The causes found on this rank that were not issued yet, and whether each is certain.
+    ) -> list[WarningCause]:
+        """The causes found on this rank that were not issued yet.
 
         Parameters are checked for hooks in the 1st, 2nd, 4th, 8th ... step.
         """
-        causes = [(cause, True) for cause in loss_head.warnings(step)]
+        causes = [WarningCause(text, True) for text in loss_head.warnings(step)]
         self._num_steps += step.is_training
         if step.is_training and not self._num_steps & (self._num_steps - 1):
-            hooked = [name for name, parameter in parameters().items() if _has_user_hook(parameter)]
+            hooked = tuple(name for name, parameter in parameters().items() if _has_user_hook(parameter))
             if hooked:
-                cause = (
-                    "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, "
-                    f"differs from one call for the whole batch: {listed(hooked)}"
-                )
-                causes.append((cause, False))
+                causes.append(WarningCause(_HOOKS_PER_MICROBATCH, False, hooked))
         return [
-            (cause, is_certain)
-            for cause, is_certain in dict.fromkeys(causes)
-            if cause not in self._issued or (step.is_training and not self._issued[cause])
+            cause
+            for cause in dict.fromkeys(causes)
+            if cause.text not in self._issued or (step.is_training and not self._issued[cause.text])
         ]
 
-    def issue(self, new_causes: list[tuple[str, bool]], is_training: bool) -> None:
+    def issue(self, new_causes: list[WarningCause], is_training: bool) -> None:
         """Gather the new warnings of all ranks and issue them on the first; all ranks call this."""
         groups = self._groups
         texts = [
@@ -224,9 +232,13 @@ class StepWarnings:
         ]
         whole = json.dumps([entry for text in texts for entry in json.loads(text)])
         everywhere = [groups.broadcast_text_to_peers(whole, pipeline) for pipeline in range(groups.num_pipelines)]
-        for cause, is_certain in dict.fromkeys(tuple(entry) for text in everywhere for entry in json.loads(text)):
-            self._issued[cause] = is_training
+        parameters: dict[tuple[str, bool], dict[str, None]] = {}
+        for text, is_certain, names in (entry for gathered in everywhere for entry in json.loads(gathered)):
+            parameters.setdefault((text, is_certain), {}).update(dict.fromkeys(names))
+        for (text, is_certain), names in parameters.items():
+            self._issued[text] = is_training
             if groups.is_first:
+                cause = f"{text}: {listed(list(names))}" if names else text
                 # Points at the user's call of step or eval.
                 warnings.warn(MicrobatchWarning(cause, is_certain, is_training), stacklevel=5)
 

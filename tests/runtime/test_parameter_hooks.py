@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.parity import WholeModel, accumulate, assert_identical, values
 from tests.plans import quick_plan
+from tests.process_pool import Pools
 from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -28,7 +29,11 @@ def hooked() -> nn.Module:
 
 def stepped(model: nn.Module, schedule: str) -> tuple[Any, list[str]]:
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
-    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    return trained(model, plan, local=True)
+
+
+def trained(model: nn.Module, plan: penstock.Plan, local: bool) -> tuple[Any, list[str]]:
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = [pipe.step(X, target=TARGET).loss for _ in range(3)]
@@ -43,6 +48,18 @@ def test_a_nonlinear_hook_acts_as_in_accumulation_and_is_warned_of_once(schedule
     (text,) = warned
     assert "hooks on parameters are called once per microbatch" in text
     assert text.partition(": ")[2].startswith("0.linear.weight, 3.linear.bias")
+
+
+def warnings_of_a_rank(plan: penstock.Plan) -> list[str]:
+    return trained(hooked(), plan, local=False)[1]
+
+
+def test_one_warning_names_the_parameters_of_all_ranks(pools: Pools) -> None:
+    plan = quick_plan(hooked(), (X,), ranks=2, microbatches=3, schedule="1f1b")
+    first, second = pools[2].run(warnings_of_a_rank, plan)
+    (text,) = first
+    assert text.partition(": ")[2].startswith("0.linear.weight, 3.linear.bias")
+    assert second == []
 
 
 def test_without_hooks_there_is_no_warning() -> None:
