@@ -62,7 +62,7 @@ class Microbatch:
         return self.split((start, length, self.size - start - length))[1]
 
     def split(self, sizes: Sequence[int]) -> tuple["Microbatch", ...]:
-        """Microbatches with these numbers of samples, one after another, which have all samples together."""
+        """Split it into microbatches of these numbers of samples, which add up to `size`."""
         starts = list(accumulate(sizes, initial=0))
 
         def pieces(value: Any, name: str) -> Sequence[Any]:
@@ -194,7 +194,7 @@ class BatchSplitter:
         `SplitRule`. `planned` are the rules of a plan for arguments that `split` does not name; a batch need not have
         these arguments.
         """
-        self._forward, self._split, self._planned = forward, split or {}, planned or {}
+        self._forward, self._split, self._planned = forward, dict(split or {}), dict(planned or {})
         self._splittings: LruCache[Any, tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]] = LruCache()
         """by the structure of a batch: the size of each microbatch, the cuts, and the names of positional arguments"""
 
