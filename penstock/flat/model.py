@@ -41,7 +41,7 @@ def flatten_model(
             is replaced by its elements
         return_list: whether to return a list
     """
-    steps = [layer for _, layer in LayerList(model, layer_list).layers]
+    steps = [layer for _, layer in LayerList(model, layer_list).layer_functions]
     modules = [step if isinstance(step, nn.Module) else Function(step) for step in steps]
     return modules if return_list else nn.Sequential(*modules)
 

@@ -23,35 +23,35 @@ class LayerList(nn.Module):
         super().__init__()
         if isinstance(entries, str):
             raise PartitionError("entries must be a list", got=repr(entries), hint=f"[{entries!r}]")
-        self.layers: list[tuple[str, Callable[..., Any]]] = []
+        self.layer_functions: list[tuple[str, Callable[..., Any]]] = []
         """each with its name; functions have none"""
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:
             layer = _resolve_entry(model, entry)
             for each in layer if isinstance(layer, _LISTS) else (layer,):
                 self._add(model, each, names)
-        if not self.layers:
+        if not self.layer_functions:
             raise PartitionError("entries must not be empty")
 
     def _add(self, model: nn.Module, layer: Callable[..., Any], names: dict[int, str]) -> None:
         if not isinstance(layer, nn.Module):
-            self.layers.append(("", layer))
+            self.layer_functions.append(("", layer))
             return
-        name = names.get(id(layer), f"entry{len(self.layers)}")
+        name = names.get(id(layer), f"entry{len(self.layer_functions)}")
         if id(layer) in names:
             register_by_name(self, model, [name], ())
         else:
             self.add_module(name, layer)
-        self.layers.append((name, layer))
+        self.layer_functions.append((name, layer))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the modules, in order; functions have none."""
-        return tuple(name for name, _ in self.layers if name)
+        return tuple(name for name, _ in self.layer_functions if name)
 
     def forward(self, x: Any) -> Any:
         """Call every entry on the result of the previous one."""
-        for name, layer in self.layers:
+        for name, layer in self.layer_functions:
             x = self.get_submodule(name)(x) if name else layer(x)
         return x
 

@@ -137,6 +137,13 @@ def test_a_flat_list_of_names_modules_and_functions_is_a_model():
     assert torch.equal(run(BATCH), flat(BATCH))
 
 
+def test_a_flat_list_takes_a_model_whose_blocks_are_named_layers():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])})
+    flat = LayerList(model, ["layers"])
+    assert flat.names == ("layers.0", "layers.1")
+    assert torch.equal(flat(torch.ones(2, 4)), model["layers"][0](torch.ones(2, 4)).relu())
+
+
 def test_an_unknown_name_in_a_flat_list_is_refused():
     with pytest.raises(PartitionError, match=r"no such module \(name: 'hed'\)\ntry: did you mean 'head'"):
         LayerList(Stack(), ["embed", "hed"])
