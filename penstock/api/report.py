@@ -80,7 +80,7 @@ def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
     shapes = [value.spec.shape for value in plan.graph.inputs if value.spec.shape]
     if (shapes[0][0] if shapes else 1) % 2 == 0:
         with suppress(PenstockError):
-            halved = with_microbatches(replace(plan, costs=_scaled(plan.costs, 0.5)), count)
+            halved = with_microbatches(replace(plan, costs=plan.costs.scaled(0.5)), count)
             if not halved.cluster.limits or _within(halved.predicted.peaks, halved.cluster.limits):
                 note = "the same batch; holds if half a microbatch takes half the time"
                 yield _advice(plan, f"{count} microbatches", halved.predicted.makespan, note)
@@ -100,8 +100,8 @@ def _balance(plan: Plan) -> Iterator[Advice]:
     """An upper bound for better cuts: every rank with the same work."""
     costs, placement = plan.costs, plan.schedule.placement
     work = [0.0] * plan.num_ranks
-    for stage, rank in enumerate(placement.ranks):
-        work[rank] += costs.mean("forward")[stage] + costs.mean("backward")[stage]
+    for rank, seconds in zip(placement.ranks, costs.work, strict=True):
+        work[rank] += seconds
     if not all(work):
         return
     mean = sum(work) / len(work)
@@ -146,23 +146,6 @@ def _fits(plan: Plan, trace: Trace) -> bool:
 
 def _within(peaks: tuple[int, ...], limits: tuple[int, ...]) -> bool:
     return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-
-def _scaled(costs: StageCosts, factor: float) -> StageCosts:
-    """The costs of a microbatch of another size; state that is held for the whole step stays."""
-    sizes = ("activation_bytes", "weight_grad_bytes")
-    return replace(
-        costs.times([factor] * costs.num_stages),
-        **{name: tuple(int(value * factor) for value in costs.most(name)) for name in sizes},
-        messages=tuple(
-            replace(
-                each,
-                forward_bytes=int(factor * each.forward_bytes),
-                backward_bytes=int(factor * each.backward_bytes),
-            )
-            for each in costs.messages
-        ),
-    )
 
 
 class ReportPage(str):

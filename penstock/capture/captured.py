@@ -432,7 +432,7 @@ def _check_arguments(args: Any, kwargs: Any) -> None:
 def _refuse_shared_inputs(inputs: Mapping[str, Tensor], written: Collection[str]) -> None:
     """Refuse inputs that overlap one that the model writes into: every stage gets its own copies."""
     for first, second in combinations(inputs, 2):
-        if (first in written or second in written) and _overlap(inputs[first], inputs[second]):
+        if (first in written or second in written) and _may_overlap(inputs[first], inputs[second]):
             raise CaptureError(
                 "two inputs share memory, and the model writes into one of them",
                 inputs=f"{first}, {second}",
@@ -441,7 +441,7 @@ def _refuse_shared_inputs(inputs: Mapping[str, Tensor], written: Collection[str]
             )
 
 
-def _overlap(left: Tensor, right: Tensor) -> bool:
+def _may_overlap(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors may have bytes in common; strided tensors may interleave without."""
     if storage_id(left) != storage_id(right):
         return False

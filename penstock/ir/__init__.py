@@ -66,7 +66,7 @@ from penstock.ir.containers import (
     take_apart,
     transform,
 )
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
+from penstock.ir.costs import PASS_NAMES, MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster
 from penstock.ir.graph import (
     ADDED_LOSS,
@@ -103,7 +103,7 @@ from penstock.ir.orders import (
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search
-from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
+from penstock.ir.profile import NODE_SECONDS, NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     Call,
     CallContext,
@@ -126,7 +126,6 @@ from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.timing import (
-    PASS_NAMES,
     Needs,
     Seconds,
     find_waits,

@@ -6,8 +6,8 @@ one pass in `training_state.py`, and how they add up in time in `timing.py`.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -15,16 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError
+from penstock.ir.action import Kind
 from penstock.ir.arguments import is_finite
 from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
-from penstock.ir.profile import Profile
+from penstock.ir.profile import BYTES, NODE_SECONDS, SECONDS, Profile, term_names
 from penstock.ir.training_state import TrainingState
 
-_SECONDS = ("forward", "input_grad", "weight_grad", "backward")
-_PER_STAGE = (*_SECONDS, "activation_bytes", "weight_grad_bytes")
-
+PASS_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+}
+"""the fields of StageCosts that hold the seconds of each kind of pass"""
 StageSeconds: TypeAlias = "float | tuple[float, ...]"
 """seconds of a stage: one number for all microbatches, or a tuple with a number per microbatch"""
 StageBytes: TypeAlias = "int | tuple[int, ...]"
@@ -73,17 +78,17 @@ class StageCosts:
     activations.
     """
 
-    forward: tuple[StageSeconds, ...]
+    forward: tuple[StageSeconds, ...] = field(metadata=SECONDS)
     """seconds of the forward, one entry per stage"""
-    input_grad: tuple[StageSeconds, ...]
+    input_grad: tuple[StageSeconds, ...] = field(metadata=SECONDS)
     """seconds of the gradient of the stage's inputs"""
-    weight_grad: tuple[StageSeconds, ...]
+    weight_grad: tuple[StageSeconds, ...] = field(metadata=SECONDS)
     """seconds of the gradient of its parameters"""
-    backward: tuple[StageSeconds, ...] = ()
+    backward: tuple[StageSeconds, ...] = field(default=(), metadata=SECONDS)
     """seconds of a full backward"""
-    activation_bytes: tuple[StageBytes, ...] = ()
+    activation_bytes: tuple[StageBytes, ...] = field(default=(), metadata=BYTES)
     """kept from the forward until the backward, received inputs included"""
-    weight_grad_bytes: tuple[StageBytes, ...] = ()
+    weight_grad_bytes: tuple[StageBytes, ...] = field(default=(), metadata=BYTES)
     """the part of activation_bytes that is held between an input gradient and its weight gradient"""
     messages: tuple[MessageCost, ...] = ()
     """bytes sent between stages; without them messages take no time"""
@@ -91,22 +96,22 @@ class StageCosts:
     """bytes that each stage holds during the whole step"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not isinstance(value := getattr(self, field.name), Iterable):
-                hint = f"{field.name}=({value!r},) * num_stages"
-                raise CostError(f"{field.name} must have one entry per stage", got=repr(value), hint=hint)
-            object.__setattr__(self, field.name, tuple(value))
+        for each in fields(self):
+            if not isinstance(value := getattr(self, each.name), Iterable):
+                hint = f"{each.name}=({value!r},) * num_stages"
+                raise CostError(f"{each.name} must have one entry per stage", got=repr(value), hint=hint)
+            object.__setattr__(self, each.name, tuple(value))
         for name in _PER_STAGE:
             object.__setattr__(self, name, tuple(_entry(name, *each) for each in enumerate(getattr(self, name))))
         counts = {len(each) for name in _PER_STAGE for each in getattr(self, name) if isinstance(each, tuple)}
         if len(counts) > 1:
             hint = "one number, or one per microbatch"
             raise CostError("costs must have the same number of microbatches", found=sorted(counts), hint=hint)
-        sums = tuple(map(_sum, self.input_grad, self.weight_grad))
-        defaults = {
-            "backward": sums,
-            "activation_bytes": (0,) * self.num_stages,
-            "weight_grad_bytes": self.activation_bytes or (0,) * self.num_stages,
+        nothing = (0,) * self.num_stages
+        defaults: dict[str, Any] = {each.name: nothing for each in fields(self) if each.metadata and each.default == ()}
+        defaults |= {
+            "backward": tuple(map(_sum, self.input_grad, self.weight_grad)),
+            "weight_grad_bytes": self.activation_bytes or nothing,
             "state": (StateBytes(),) * self.num_stages,
         }
         for name, value in defaults.items():
@@ -149,29 +154,37 @@ class StageCosts:
         """The costs with the seconds of each stage multiplied by its factor; bytes stay."""
         if len(factors) != self.num_stages:
             raise CostError("costs must have the same number of stages", costs=self.num_stages, factors=len(factors))
-        changed: dict[str, Any] = {
-            name: tuple(
-                tuple(each * factor for each in value) if isinstance(value, tuple) else value * factor
-                for value, factor in zip(getattr(self, name), factors, strict=True)
-            )
-            for name in _SECONDS
-        }
-        return replace(self, **changed)
+        return self._mapped(_SECONDS, lambda stage, seconds: seconds * factors[stage])
 
     def plus(self, forward: Sequence[float], backward: Sequence[float]) -> "StageCosts":
         """The costs with seconds added to the forwards of each stage and to its backwards, split or not; none below 0.
 
         A split backward gets them in its input gradient.
         """
-        added = {"forward": forward, "input_grad": backward, "backward": backward}
-        if not any(map(any, added.values())):
+        if not any(forward) and not any(backward):
             return self
+        more = self._mapped(("forward",), lambda stage, seconds: max(seconds + forward[stage], 0.0))
+        return more._mapped(("input_grad", "backward"), lambda stage, seconds: max(seconds + backward[stage], 0.0))
+
+    def scaled(self, factor: float) -> "StageCosts":
+        """The costs of microbatches of `factor` times the size; state that is held for the whole step stays."""
+        sized = self.times([factor] * self.num_stages)._mapped(_BYTES, lambda _, size: int(size * factor))
+        messages = (
+            replace(
+                each, forward_bytes=int(factor * each.forward_bytes), backward_bytes=int(factor * each.backward_bytes)
+            )
+            for each in self.messages
+        )
+        return replace(sized, messages=tuple(messages))
+
+    def _mapped(self, names: Iterable[str], change: Callable[[int, float], float]) -> "StageCosts":
+        """The costs with `change(stage, number)` in place of every number of some fields."""
         changed: dict[str, Any] = {
             name: tuple(
-                tuple(max(each + more, 0.0) for each in value) if isinstance(value, tuple) else max(value + more, 0.0)
-                for value, more in zip(getattr(self, name), seconds, strict=True)
+                tuple(change(stage, each) for each in entry) if isinstance(entry, tuple) else change(stage, entry)
+                for stage, entry in enumerate(getattr(self, name))
             )
-            for name, seconds in added.items()
+            for name in names
         }
         return replace(self, **changed)
 
@@ -191,28 +204,53 @@ class StageCosts:
                 hint="one number per stage fits any number of microbatches",
             )
 
-    def by_microbatch(self, name: str) -> NDArray[np.float64]:
-        """One of the fields as an array of a row per stage; a column per microbatch, or one if all entries are one."""
+    def seconds(self, kind: Kind) -> NDArray[np.float64]:
+        """Seconds of a kind of pass: a row per stage, and a column per microbatch, or one for all of them.
+
+        Whatever adds to the time of a pass is added here: simulation, synthesis and views ask for it.
+        """
+        return self._by_microbatch(PASS_NAMES[kind])
+
+    def allocated(self, kind: Kind) -> NDArray[np.float64]:
+        """Bytes that a kind of pass allocates, freed ones below 0, in the shape of `seconds`."""
+        kept, late = (self._by_microbatch(name) for name in ("activation_bytes", "weight_grad_bytes"))
+        changes = {Kind.FORWARD: kept, Kind.BACKWARD: -kept, Kind.INPUT_GRAD: late - kept, Kind.WEIGHT_GRAD: -late}
+        return changes[kind]
+
+    def _by_microbatch(self, name: str) -> NDArray[np.float64]:
         entries = getattr(self, name)
         if self.num_microbatches is None:
             return np.asarray(entries, dtype=np.float64)[:, None]
         width = self.num_microbatches
         return np.array([each if isinstance(each, tuple) else (each,) * width for each in entries], dtype=np.float64)
 
-    def mean(self, name: str) -> tuple[float, ...]:
-        """One of the fields, with the mean over microbatches of every stage."""
-        return tuple(sum(each) / len(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+    def mean_seconds(self, kind: Kind) -> tuple[float, ...]:
+        """Seconds of a kind of pass of every stage, the mean over microbatches."""
+        return tuple(self.mean().seconds(kind)[:, 0].tolist())
 
-    def most(self, name: str) -> tuple[float, ...]:
-        """One of the fields, with the largest number of every stage."""
-        return tuple(max(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+    @property
+    def work(self) -> tuple[float, ...]:
+        """Seconds of a forward and a full backward of every stage, the mean over microbatches."""
+        both = zip(self.mean_seconds(Kind.FORWARD), self.mean_seconds(Kind.BACKWARD), strict=True)
+        return tuple(forward + backward for forward, backward in both)
+
+    def mean(self) -> "StageCosts":
+        """The costs with the mean over microbatches in every entry."""
+        return self._reduced(lambda entry: sum(entry) / len(entry))
+
+    def most(self) -> "StageCosts":
+        """The costs with the largest number over microbatches in every entry."""
+        return self._reduced(max)
 
     def least(self) -> "StageCosts":
         """The costs with the smallest number over microbatches in every entry."""
+        return self._reduced(min)
+
+    def _reduced(self, reduce: Callable[[tuple[float, ...]], float]) -> "StageCosts":
         if self.num_microbatches is None:
             return self
         changed: dict[str, Any] = {
-            name: tuple(min(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+            name: tuple(reduce(each) if isinstance(each, tuple) else each for each in getattr(self, name))
             for name in _PER_STAGE
         }
         return replace(self, **changed)
@@ -233,6 +271,10 @@ class StageCosts:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.forward)
+
+
+_SECONDS, _BYTES = term_names(StageCosts, SECONDS), term_names(StageCosts, BYTES)
+_PER_STAGE = (*_SECONDS, *_BYTES)
 
 
 def _entry(name: str, stage: int, value: Any) -> Any:
@@ -287,15 +329,14 @@ def compute_stage_costs(
             else cost
             for cost in costs[stage]
         ]
-    forward = [sum(cost.forward for cost in nodes) for nodes in costs]
-    backward = [sum(cost.backward for cost in nodes) for nodes in costs]
-    input_grad = [sum(cost.input_grad for cost in nodes) for nodes in costs]
-    weight_grad = [sum(cost.weight_grad for cost in nodes) for nodes in costs]
+    seconds: dict[str, Any] = {
+        name: [sum(getattr(cost, name) for cost in nodes) for nodes in costs] for name in NODE_SECONDS
+    }
     returning = {crossing.consumer for crossing in crossings if crossing.gradients}
     for stage in set(range(len(costs))) - returning:
         # A stage that returns no gradient does its whole backward as weight gradient, and keeps everything until then,
         # the gradients that it receives included.
-        input_grad[stage], weight_grad[stage] = 0.0, backward[stage]
+        seconds["input_grad"][stage], seconds["weight_grad"][stage] = 0.0, seconds["backward"][stage]
         received = sum(crossing.backward_bytes for crossing in crossings if crossing.producer == stage)
         late[stage] = kept[stage] + received
     state = []
@@ -305,10 +346,7 @@ def compute_stage_costs(
         gradients, optimizer = (sum(map(each, specs)) for each in (training.gradient_bytes, training.optimizer_bytes))
         state.append(StateBytes(sum(spec.bytes for spec in specs), gradients, optimizer))
     return StageCosts(
-        forward=tuple(forward),
-        input_grad=tuple(input_grad),
-        weight_grad=tuple(weight_grad),
-        backward=tuple(backward),
+        **seconds,
         activation_bytes=tuple(kept),
         weight_grad_bytes=tuple(late),
         messages=tuple(MessageCost(c.producer, c.consumer, c.forward_bytes, c.backward_bytes) for c in crossings),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from penstock.errors import PlanError
+from penstock.ir.action import Kind
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
 from penstock.ir.graph import Graph
@@ -379,13 +380,13 @@ class Plan(SavedRecord):
         return f", with the state of {name}" + (f" in {precision}" if precision else "") + sharded
 
     def _row(self, stage: int) -> tuple[str, ...]:
-        nodes, costs = self.partition.stages[stage], self.costs
+        nodes, costs, most = self.partition.stages[stage], self.costs, self.costs.most()
         return (
             str(stage),
             str(self.schedule.placement[stage]),
             str(len(nodes)),
-            *(seconds_text(costs.mean(name)[stage]) for name in ("forward", "backward")),
-            bytes_text(int(costs.most("activation_bytes")[stage])),
+            *(seconds_text(costs.mean_seconds(kind)[stage]) for kind in (Kind.FORWARD, Kind.BACKWARD)),
+            bytes_text(int(most.activation_bytes[stage])),
             bytes_text(costs.state[stage].parameters),
             nodes[0],
         )

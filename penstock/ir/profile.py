@@ -2,11 +2,21 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.errors import GraphError
 from penstock.ir.graph import Graph
+
+SECONDS, BYTES = {"unit": "seconds"}, {"unit": "bytes"}
+"""metadata of the fields of NodeCost and StageCosts, by which code finds all terms of one unit"""
+
+
+def term_names(record: type[Any], unit: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the fields of a record that have the metadata SECONDS or BYTES."""
+    return tuple(each.name for each in fields(record) if each.metadata == unit)
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,9 @@ class NodeBytes:
     """bytes that it makes"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 0:
-                raise GraphError(f"{field.name} must be bytes, 0 or more", bytes=getattr(self, field.name))
+        for each in fields(self):
+            if getattr(self, each.name) < 0:
+                raise GraphError(f"{each.name} must be bytes, 0 or more", bytes=getattr(self, each.name))
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,13 @@ class NodeCost:
 
     node: str
     """name of the node"""
-    forward: float
+    forward: float = field(metadata=SECONDS)
     """seconds of the forward"""
-    backward: float
+    backward: float = field(metadata=SECONDS)
     """seconds of a full backward"""
-    input_grad: float
+    input_grad: float = field(metadata=SECONDS)
     """seconds of the gradient of its inputs"""
-    weight_grad: float
+    weight_grad: float = field(metadata=SECONDS)
     """seconds of the gradient of its parameters"""
     memory: NodeBytes = NodeBytes()
     """bytes held and moved"""
@@ -85,10 +95,19 @@ class NodeCost:
     """floating-point operations of the forward, without those that are bound by memory; 0 if not counted"""
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "input_grad", "weight_grad"):
+        for name in NODE_SECONDS:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise GraphError(f"{name} must be finite seconds, 0 or more", node=repr(self.node), seconds=value)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and full backward."""
+        return self.forward + self.backward
+
+
+NODE_SECONDS = term_names(NodeCost, SECONDS)
+"""the fields of NodeCost that are seconds; those of a stage, under the same names, are their sums"""
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,7 @@ class Profile:
     @cached_property
     def seconds(self) -> float:
         """Sum of forward and full backward over all nodes."""
-        return math.fsum(cost.forward + cost.backward for cost in self.costs)
+        return math.fsum(cost.seconds for cost in self.costs)
 
     @property
     def model_flops(self) -> float:
@@ -177,12 +196,15 @@ class Profile:
         own = sum(cost.saved.own for cost in (total, *of_loss)) + sum(
             sizes[name] for name in dict.fromkeys(saved) if name not in values
         )
+        seconds = {
+            name: getattr(total, name) + math.fsum(getattr(cost, name) for cost in of_loss) for name in NODE_SECONDS
+        }
+        # A loss has no weights.
+        seconds["input_grad"] = total.input_grad + math.fsum(cost.input_grad + cost.weight_grad for cost in of_loss)
+        seconds["weight_grad"] = total.weight_grad
         total = replace(
             total,
-            forward=total.forward + math.fsum(cost.forward for cost in of_loss),
-            backward=total.backward + math.fsum(cost.backward for cost in of_loss),
-            # A loss has no weights.
-            input_grad=total.input_grad + math.fsum(cost.input_grad + cost.weight_grad for cost in of_loss),
+            **seconds,
             memory=replace(
                 total.memory,
                 kept=total.memory.kept + sum(cost.memory.kept for cost in of_loss),

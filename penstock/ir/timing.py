@@ -14,19 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.costs import StageCosts
+from penstock.ir.costs import PASS_NAMES, StageCosts
 from penstock.ir.orders import Dependencies, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
 from penstock.ir.schedule import Schedule
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
-PASS_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-}
-"""the fields of StageCosts that hold the seconds of each kind of pass"""
 
 
 @dataclass(frozen=True)
@@ -126,8 +119,8 @@ def walk(
 def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seconds:
     """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
     by_kind = np.zeros((len(Kind), costs.num_stages, costs.num_microbatches or 1))
-    for kind, name in PASS_NAMES.items():
-        by_kind[kind] = costs.by_microbatch(name)
+    for kind in PASS_NAMES:
+        by_kind[kind] = costs.seconds(kind)
     return look_up_seconds(table, by_kind, overlap)
 
 

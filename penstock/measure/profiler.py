@@ -199,7 +199,9 @@ def _profile(
         )
         saved = replace(holds, values=shared(holds.values), late_values=shared(holds.late_values))
         counted = float((flops or {}).get(node.name, 0))
-        costs.append(NodeCost(node.name, *times.get(node.name, Times()), memory, saved, counted))
+        costs.append(
+            NodeCost(node.name, **times.get(node.name, Times())._asdict(), memory=memory, saved=saved, flops=counted)
+        )
     pairs = tuple((name, size) for name, size in sizes.items() if first_of.get(name, name) == name)
     return Profile(tuple(costs), step_seconds, graph.fingerprint, device, versions, pairs)
 

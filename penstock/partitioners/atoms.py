@@ -184,7 +184,7 @@ def build_atoms(graph: Graph, profile: Profile, groups: list[list[int]], trainin
     """Returns one atom per node, or per group of nodes that stay together; `groups` are positions of nodes."""
     atom, home = _number_nodes(graph, groups)
     costs = [profile[node.name] for node in graph.nodes]
-    seconds = np.array([cost.forward + cost.backward for cost in costs])
+    seconds = np.array([cost.seconds for cost in costs])
     kept = np.array([cost.saved.own if profile.held else cost.memory.kept for cost in costs], dtype=np.float64)
     real, input_only = np.flatnonzero(atom >= 0), np.flatnonzero(atom < 0)
     nodes: list[list[int]] = [[] for _ in range(int(atom.max()) + 1)]

@@ -15,7 +15,7 @@ from penstock.partitioners.atoms import Atoms, Floats, Incidence, Ints
 from penstock.partitioners.base import Problem
 
 
-class StageCost(NamedTuple):
+class CandidateCosts(NamedTuple):
     """Costs of candidate stages for one microbatch: arrays of one shape, an entry per candidate."""
 
     seconds: Floats
@@ -40,7 +40,7 @@ class StageCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CostRates:
-    """Converts a StageCost to seconds and bytes on the rank of each stage."""
+    """Converts a CandidateCosts to seconds and bytes on the rank of each stage."""
 
     slowness: Floats
     links: LinkRates
@@ -99,7 +99,7 @@ class CostRates:
         """Returns the seconds that messages count for; a latency hidden by compute does not."""
         return links.occupied(num_bytes) if self.overlaps else links.total(num_bytes)
 
-    def loads(self, cost: StageCost) -> Floats:
+    def loads(self, cost: CandidateCosts) -> Floats:
         """Returns seconds per stage and candidate; inf where a candidate alone exceeds the memory of the rank."""
         shape = (-1, *(1,) * cost.seconds.ndim)
         load = self.slowness.reshape(shape) * cost.seconds
@@ -114,12 +114,12 @@ class CostRates:
             load = np.where(self.memory(cost) > self.limit.reshape(shape), np.inf, load)
         return load
 
-    def memory(self, cost: StageCost) -> Floats:
+    def memory(self, cost: CandidateCosts) -> Floats:
         """Returns bytes per stage and candidate."""
         shape = (-1, *(1,) * cost.seconds.ndim)
         return cost.state + self.in_flight.reshape(shape) * cost.kept
 
-    def memory_shares(self, cost: StageCost) -> Floats:
+    def memory_shares(self, cost: CandidateCosts) -> Floats:
         """Returns bytes per stage and candidate, as a share of the limit."""
         return self.memory(cost) / self.limit.reshape(-1, *(1,) * cost.seconds.ndim)
 
@@ -269,12 +269,12 @@ class Runs:
         number = len(self.atoms)
         return self.bytes(Box(0, number, number, number))[:, 0]
 
-    def costs(self, box: Box, with_sent: bool = False) -> StageCost:
+    def costs(self, box: Box, with_sent: bool = False) -> CandidateCosts:
         """Returns all costs; bytes sent are 0 unless asked for."""
         nothing = np.zeros(box.shape)
         sent, grads_received = (window.over(box) for window in self._sent) if with_sent else (nothing, nothing)
         received, grads_sent = (window.over(box) for window in self._received)
-        return StageCost(
+        return CandidateCosts(
             self.seconds.over(box),
             received,
             grads_sent,

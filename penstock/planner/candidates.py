@@ -13,6 +13,7 @@ from penstock.ir import (
     Cluster,
     Cuts,
     Graph,
+    Kind,
     Partition,
     Placement,
     Plan,
@@ -275,7 +276,7 @@ def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """
     graph, profile = problem.graph, problem.profile
     num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks
-    seconds = {cost.node: cost.forward + cost.backward for cost in profile.costs}
+    seconds = {cost.node: cost.seconds for cost in profile.costs}
     limit = LIGHT * sum(seconds.values()) / num_stages
     ahead: dict[str, Counter[str]] = defaultdict(Counter)
     behind: dict[str, Counter[str]] = defaultdict(Counter)
@@ -391,8 +392,8 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
         names = [find(str(asked)).name]
 
     def freed_per_second(stage: int) -> float:
-        plain, again = (each.most("activation_bytes") for each in (layout.plain_costs, layout.recomputed_costs))
-        return (plain[stage] - again[stage]) / max(layout.plain_costs.mean("forward")[stage], 1e-12)
+        plain, again = (each.most().activation_bytes for each in (layout.plain_costs, layout.recomputed_costs))
+        return (plain[stage] - again[stage]) / max(layout.plain_costs.mean_seconds(Kind.FORWARD)[stage], 1e-12)
 
     for name in names:
         is_full = options.recompute == "full"

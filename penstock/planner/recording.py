@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir import (
+    PASS_NAMES,
     Backward,
     Cluster,
     Forward,
@@ -34,8 +35,6 @@ from penstock.simulate import simulate
 PASSES = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
 """the kinds of passes that a recording may have, by their letter"""
 _LETTERS = {kind.kind: letter for letter, kind in PASSES.items()}
-_FIELDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
-"""the field of StageCosts for each kind of pass"""
 _MAX_SECONDS = 1e10
 """more than the seconds since 1970, which starts may be counted from"""
 _HINT = (
@@ -146,7 +145,9 @@ def costs_of(seconds: Mapping[tuple[str, int, int], float]) -> StageCosts:
                 table["B"][stage][m] = table["I"][stage][m] + table["W"][stage][m]
             else:
                 table["I"][stage][m] = table["W"][stage][m] = table["B"][stage][m] / 2
-    columns: dict[str, Any] = {_FIELDS[kind]: tuple(map(tuple, rows)) for kind, rows in table.items()}
+    columns: dict[str, Any] = {
+        PASS_NAMES[PASSES[letter].kind]: tuple(map(tuple, rows)) for letter, rows in table.items()
+    }
     # Messages of one byte: a latency is all that is known of them.
     messages = tuple(MessageCost(stage, stage + 1, 1, 1) for stage in range(num_stages - 1))
     return StageCosts(**columns, messages=messages)

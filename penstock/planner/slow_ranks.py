@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.ir import (
     COMPUTE_KINDS,
+    NODE_SECONDS,
     Kind,
     Node,
     NodeBytes,
@@ -295,20 +296,18 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
         return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))
 
     found: dict[str, NodeCost] = {}
-    seconds, sizes = ("forward", "backward", "input_grad", "weight_grad"), ("activation_bytes", "weight_grad_bytes")
+    mean, most = costs.mean(), costs.most()
     for stage, names in enumerate(plan.partition.stages):
         amounts = {name: work(plan.graph[name]) for name in names}
         total = math.fsum(amounts.values())
-        forward, backward, input_grad, weight_grad = (costs.mean(name)[stage] for name in seconds)
-        if not input_grad:
+        seconds = {name: getattr(mean, name)[stage] for name in NODE_SECONDS}
+        if not seconds["input_grad"]:
             # The first stage returns no gradient; its nodes would in another stage.
-            input_grad = weight_grad = backward / 2
+            seconds["input_grad"] = seconds["weight_grad"] = seconds["backward"] / 2
         for name, amount in amounts.items():
             share = amount / total if total else 1 / len(names)
-            kept = NodeBytes(*(int(share * costs.most(name)[stage]) for name in sizes))
-            found[name] = NodeCost(
-                name, share * forward, share * backward, share * input_grad, share * weight_grad, kept
-            )
+            kept = NodeBytes(*(int(share * size[stage]) for size in (most.activation_bytes, most.weight_grad_bytes)))
+            found[name] = NodeCost(name, **{each: share * value for each, value in seconds.items()}, memory=kept)
     nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
-    step_seconds = math.fsum(cost.forward + cost.backward for cost in nodes_costs)
+    step_seconds = math.fsum(cost.seconds for cost in nodes_costs)
     return Profile(nodes_costs, step_seconds, plan.graph.fingerprint, "estimated from the stages of a plan")

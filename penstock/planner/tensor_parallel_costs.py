@@ -64,7 +64,7 @@ def split_tensors(
         forward = min(count / 2, _MOST_COLLECTIVES) * reduction
         backward = (1.5 if how.sequence_parallel else 1.0) * forward
         costs.append(_split_cost(cost, degree, forward, backward, how.overlap_collectives))
-    seconds = profile.step_seconds * sum(c.forward + c.backward for c in costs) / (profile.seconds or 1.0)
+    seconds = profile.step_seconds * sum(cost.seconds for cost in costs) / (profile.seconds or 1.0)
     changed = replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint, held=held)
     return Measured(split, changed)
 

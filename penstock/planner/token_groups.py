@@ -108,9 +108,9 @@ class TokenCosts:
         """`planned_tokens` are those of a microbatch of the plan."""
         stages = plan.num_stages
         self._parts = np.zeros((3, len(Kind), stages))
-        for kind, name in PASS_NAMES.items():
+        for kind in PASS_NAMES:
             self._parts[0, kind] = _PASS_SECONDS
-            self._parts[1, kind] = np.asarray(plan.costs.mean(name)) / planned_tokens
+            self._parts[1, kind] = np.asarray(plan.costs.mean_seconds(kind)) / planned_tokens
         if not self._parts[1].any():
             # The plan has no costs: forward and backward in the usual ratio.
             self._parts[1, [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]] = 1e-6

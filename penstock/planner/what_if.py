@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.ir import (
+    NODE_SECONDS,
     Cluster,
     Placement,
     Schedule,
@@ -36,8 +37,6 @@ _MOST_TRACES = 64
 """the most pipelines that are simulated as traces, to divide their idle time by cause"""
 _SHOWN = 8
 """the most slow stages, and slow replicas, that are printed"""
-_SECONDS = ("forward", "input_grad", "weight_grad", "backward")
-"""the fields of StageCosts in seconds"""
 
 
 @dataclass(frozen=True)
@@ -194,15 +193,10 @@ def _bubble(recording: RecordedTraining) -> tuple[tuple[str, float], ...]:
     return tuple(zip(_CAUSES, map(fmean, zip(*shares, strict=True)), strict=True))
 
 
-def _work(costs: StageCosts) -> list[float]:
-    """Mean seconds of a forward and a full backward of every stage."""
-    return [f + b for f, b in zip(costs.mean("forward"), costs.mean("backward"), strict=True)]
-
-
 def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts:
     """The costs with the seconds of one stage taken from `source`."""
     changed: dict[str, Any] = {}
-    for name in _SECONDS:
+    for name in NODE_SECONDS:
         entries = list(getattr(costs, name))
         entries[stage] = getattr(source, name)[stage]
         changed[name] = tuple(entries)
@@ -211,7 +205,7 @@ def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts
 
 def _stage_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Part]:
     """The stages, the slowest first; `ideal` and `now` are the lengths of an ideal and of the recorded pipelines."""
-    equal, mean = recording.equal_costs, _work(recording.mean_costs())
+    equal, mean = recording.equal_costs, recording.mean_costs().work
     parts = []
     for stage in range(recording.num_stages):
 
@@ -234,7 +228,7 @@ def _replica_parts(recording: RecordedTraining, ideal: float, now: float) -> lis
     if len(recording.replicas) == 1:
         return []
     works = {
-        replica: sum(_work(recording.mean_costs(each for each in recording.steps if each.replica == replica)))
+        replica: sum(recording.mean_costs(each for each in recording.steps if each.replica == replica).work)
         for replica in recording.replicas
     }
     parts = []
@@ -314,7 +308,8 @@ def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str
             continue  # not for these numbers
         held = [len(stages) for stages in made.placement.stages]
         parts: dict[str, Any] = {
-            each: tuple(mean.mean(each)[rank] / held[rank] for rank in made.placement.ranks) for each in _SECONDS
+            each: tuple(getattr(mean, each)[rank] / held[rank] for rank in made.placement.ranks)
+            for each in NODE_SECONDS
         }
         costs = StageCosts(**parts, messages=tuple(_chain(made.num_stages, mean)))
         if made != schedule:

@@ -6,7 +6,7 @@ than before.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
@@ -57,18 +57,19 @@ def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     table = schedule.table
     stages = stage_of(table.codes)
     columns = microbatch_of(table.codes) if costs.num_microbatches else 0
-    kept, late = (costs.by_microbatch(name) for name in ("activation_bytes", "weight_grad_bytes"))
-    if not kept.any():
-        kept = late = np.ones_like(kept)
-    allocated = np.zeros((len(Kind), *kept.shape))
-    allocated[Kind.FORWARD], allocated[Kind.INPUT_GRAD], allocated[Kind.WEIGHT_GRAD] = kept, late - kept, -late
+    if not costs.allocated(Kind.FORWARD).any():
+        equal = (1,) * costs.num_stages
+        costs = replace(costs, activation_bytes=equal, weight_grad_bytes=equal)
+    allocated = np.zeros((len(Kind), *costs.allocated(Kind.FORWARD).shape))
+    for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
+        allocated[kind] = costs.allocated(kind)
     return _ActionTable(
         table.kinds.tolist(),
         find_waits(table, schedule.dependencies()).one,
         pass_seconds(table, costs).tolist(),
-        costs.by_microbatch("weight_grad")[stages, columns].tolist(),
+        costs.seconds(Kind.WEIGHT_GRAD)[stages, columns].tolist(),
         allocated[table.kinds, stages, columns].tolist(),
-        (-late[stages, columns]).tolist(),
+        allocated[Kind.WEIGHT_GRAD][stages, columns].tolist(),
     )
 
 

@@ -63,15 +63,13 @@ def _curve(base: int, seconds: NDArray[np.float64], amount: NDArray[np.float64])
 
 def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes:
     shape = (costs.num_stages, program.num_microbatches)
-    kept, late = (
-        np.broadcast_to(costs.by_microbatch(name), shape) for name in ("activation_bytes", "weight_grad_bytes")
-    )
     # Per (stage, microbatch) the index at whose end everything is freed: its Free if there is one, else its last pass.
     release = program.makers[Fact.WEIGHT_GRADIENT].copy()
     freed = passes.kind == Kind.FREE
     release[passes.stage[freed], passes.microbatch[freed]] = passes.index[freed]
 
-    def change(kind: Kind, side: int, amount: NDArray[np.float64], at_release: bool) -> Changes:
+    def change(kind: Kind, side: int, at_release: bool) -> Changes:
+        amount = np.broadcast_to(costs.allocated(kind), shape)
         chosen = passes.kind == kind
         index = passes.index[chosen]
         if at_release:
@@ -80,10 +78,10 @@ def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes
 
     return _join(
         [
-            change(Kind.FORWARD, _START, kept, False),
-            change(Kind.INPUT_GRAD, _END, late - kept, False),
-            change(Kind.WEIGHT_GRAD, _END, -late, True),
-            change(Kind.BACKWARD, _END, -kept, True),
+            change(Kind.FORWARD, _START, False),
+            change(Kind.INPUT_GRAD, _END, False),
+            change(Kind.WEIGHT_GRAD, _END, True),
+            change(Kind.BACKWARD, _END, True),
         ]
     )
 

@@ -74,11 +74,11 @@ def _overlapping_state(model: nn.Module, graph: Graph) -> Iterator[tuple[str, st
     for group in groups.values():
         for (first_name, first), (second_name, second) in combinations(group, 2):
             is_written = {first_name, second_name} & graph.updated.keys()
-            if (first.requires_grad or second.requires_grad or is_written) and _overlap(first, second):
+            if (first.requires_grad or second.requires_grad or is_written) and _share_elements(first, second):
                 yield first_name, second_name
 
 
-def _overlap(first: Tensor, second: Tensor) -> bool:
+def _share_elements(first: Tensor, second: Tensor) -> bool:
     """Whether some element belongs to both tensors, which share a storage."""
     if first.dtype is not second.dtype:
         return True

@@ -56,7 +56,7 @@ class Profile(RichView[Costs]):
                 lines += ((short_name(cost.node), cost) for cost in costs)
         rows = []
         for title, cost in lines:
-            share = (cost.forward + cost.backward) / profile.seconds if profile.seconds else 0.0
+            share = cost.seconds / profile.seconds if profile.seconds else 0.0
             rows.append(_row(title, _seconds(cost), share, (*_sizes(cost), cost.memory.inputs, cost.memory.outputs)))
         seconds = [sum(column) for column in zip(*map(_seconds, profile.costs), strict=True)] or [0.0] * 4
         kept, waiting, peaks, size = list(zip(*map(_sizes, profile.costs), strict=True)) or [()] * 4

@@ -44,8 +44,8 @@ def test_a_step_takes_the_seconds_of_each_microbatch():
     assert trace.makespan == 1 + 5 + 1 + 1 + 1 + 5
     assert trace.peak_bytes(0) == 60
     assert trace.peak_bytes(1) == 2
-    assert costs.mean("forward") == (3.0, 1.0)
-    assert costs.most("activation_bytes") == (50, 1)
+    assert costs.mean().forward == (3.0, 1.0)
+    assert costs.most().activation_bytes == (50, 1)
     assert costs.times((2.0, 1.0)).forward == ((2.0, 10.0), 1.0)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.ir import Placement
 from penstock.partitioners.atoms import Floats, Ints
-from penstock.partitioners.costs import Box, CostRates, Runs, StageCost
+from penstock.partitioners.costs import Box, CandidateCosts, CostRates, Runs
 from penstock.partitioners.search.limits import boundary_ranges, least_load, limit_test, round_up
 
 _FEW_ATOMS = 64
@@ -55,7 +55,7 @@ class RunTable:
     """per stage"""
 
     @cached_property
-    def costs(self) -> StageCost:
+    def costs(self) -> CandidateCosts:
         """Row: start of a run; column: its end."""
         number = len(self.runs.atoms)
         return self.runs.costs(Box(0, number, 0, number), with_sent=not self.rates.overlaps)

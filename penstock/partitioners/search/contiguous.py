@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.partitioners.atoms import Atoms, Floats, Ints
 from penstock.partitioners.base import Problem
-from penstock.partitioners.costs import Box, CostRates, Runs, StageCost
+from penstock.partitioners.costs import Box, CandidateCosts, CostRates, Runs
 from penstock.partitioners.score import Score
 from penstock.partitioners.search.boundaries import search_boundaries, shift_equal_shares
 from penstock.partitioners.search.limits import boundary_ranges, least_load, round_up
@@ -23,7 +23,7 @@ _COLUMNS = 32
 """ends of runs whose costs are computed at once"""
 
 
-class Cut(NamedTuple):
+class ContiguousCut(NamedTuple):
     """The stage of every atom, and a lower bound of the load of the busiest rank for cuts into runs.
 
     An infinite bound means that no cut into runs fits in memory; then the stages are those that come closest.
@@ -33,7 +33,9 @@ class Cut(NamedTuple):
     bound: float
 
 
-def cut_runs(problem: Problem, atoms: Atoms, rates: CostRates, *, slack: float = 0.0, is_brief: bool = False) -> Cut:
+def cut_runs(
+    problem: Problem, atoms: Atoms, rates: CostRates, *, slack: float = 0.0, is_brief: bool = False
+) -> ContiguousCut:
     """Returns runs that minimise the load of the busiest rank and, up to that load times 1 + slack, the bytes cut.
 
     Exact for one stage per rank, if there are at most DENSE atoms or if ranks are equal and neither messages nor limits
@@ -51,12 +53,14 @@ def cut_runs(problem: Problem, atoms: Atoms, rates: CostRates, *, slack: float =
         found = _all_pairs(coarse, rates, slack)
     else:
         find = shift_equal_shares if is_brief else search_boundaries
-        found = Cut(*find(problem.placed, coarse, rates, slack))
-    fine = Cut(found.stage[group], 0.0 if is_coarse else found.bound)
+        found = ContiguousCut(*find(problem.placed, coarse, rates, slack))
+    fine = ContiguousCut(found.stage[group], 0.0 if is_coarse else found.bound)
     return fine if is_brief else _best_alternative(problem, atoms, rates, fine, slack)
 
 
-def _best_alternative(problem: Problem, atoms: Atoms, rates: CostRates, found: Cut, slack: float) -> Cut:
+def _best_alternative(
+    problem: Problem, atoms: Atoms, rates: CostRates, found: ContiguousCut, slack: float
+) -> ContiguousCut:
     """Returns the cut, or one found without messages or without coarsening if that scores better.
 
     The searches charge every message to the link beside a stage. Messages within a rank are free and links may differ,
@@ -69,7 +73,7 @@ def _best_alternative(problem: Problem, atoms: Atoms, rates: CostRates, found: C
         stages, bound = [found.stage, other.stage], other.bound
     elif len(atoms) > DENSE and problem.is_single and rates.is_homogeneous:
         stages.append(_bisect_load(Runs(atoms), rates, slack).stage)
-    return Cut(min(Score(problem, atoms, stage) for stage in stages).stage, bound)
+    return ContiguousCut(min(Score(problem, atoms, stage) for stage in stages).stage, bound)
 
 
 def stages_of(bounds: list[int] | Ints) -> Ints:
@@ -94,7 +98,7 @@ def coarsen(runs: Runs, number: int) -> Ints:
     return np.cumsum(starts)
 
 
-def _bisect_load(runs: Runs, rates: CostRates, slack: float) -> Cut:
+def _bisect_load(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
     """The exact cut where nothing but seconds counts: milliseconds for thousands of atoms."""
     least = least_load(runs.seconds, rates.slowness)
     limit = round_up(least * (1 + slack))
@@ -113,10 +117,10 @@ def _bisect_load(runs: Runs, rates: CostRates, slack: float) -> Cut:
     for parent in reversed(parents):
         chosen.append(int(parent[chosen[-1]]))
     bounds = [low + offset for (low, _), offset in zip(ranges, reversed(chosen), strict=True)]
-    return Cut(stages_of(bounds), least)
+    return ContiguousCut(stages_of(bounds), least)
 
 
-def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> Cut:
+def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
     """The exact cut with messages and limits, from the costs of all runs."""
     even = float(runs.seconds.added[-1] / (1 / rates.slowness).sum())
     # Runs that take much longer than an even share are considered only if there is no cut without them.
@@ -130,7 +134,7 @@ def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> Cut:
         # Nothing fits: take the stages that come closest, so that the error can name the shortage.
         loads = rates.memory_shares
         least = chains.least_load(loads)
-    return Cut(stages_of(chains.fewest_bytes(loads, round_up(least * (1 + slack)))), bound)
+    return ContiguousCut(stages_of(chains.fewest_bytes(loads, round_up(least * (1 + slack)))), bound)
 
 
 def _run_levels(runs: Runs, rates: CostRates, limit: float) -> "Levels":
@@ -143,7 +147,7 @@ def _run_levels(runs: Runs, rates: CostRates, limit: float) -> "Levels":
             first = min(runs.seconds.first_start(low, round_up(limit / fastest)), low - 1)
             costs = runs.costs(Box(first, high - 1, low, high), with_sent=not rates.overlaps)
             for end in range(low, high + 1):
-                some = StageCost(*(part[: end - first, [end - low]] for part in costs))
+                some = CandidateCosts(*(part[: end - first, [end - low]] for part in costs))
                 yield Level(np.arange(first, end), np.array([end]), some)
 
     return levels
@@ -157,11 +161,11 @@ class Level(NamedTuple):
 
     starts: Ints
     ends: Ints
-    cost: StageCost
+    cost: CandidateCosts
 
 
 Levels = Callable[[], Iterable[Level]]
-Loads = Callable[[StageCost], Floats]
+Loads = Callable[[CandidateCosts], Floats]
 """the load of each stage (first axis) with each candidate; inf if it does not fit"""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.partitioners.atoms import Atoms, Bools, Floats, Incidence, Ints
-from penstock.partitioners.costs import StageCost
+from penstock.partitioners.costs import CandidateCosts
 from penstock.partitioners.search.contiguous import Level, Levels
 
 _PAIRS = 1_000_000
@@ -104,7 +104,7 @@ def ideal_levels(atoms: Atoms, inside: Bools, with_sent: bool = False) -> Levels
         readers[values.uses.atom, values.uses.item] = 1
         made_and_open = made * ((1 - with_reader) @ readers > 0)
 
-    def costs(begins: slice, ends: slice) -> StageCost:
+    def costs(begins: slice, ends: slice) -> CandidateCosts:
         """The costs of stages: a row per begin, a column per end."""
         shared = {name: each.between(begins, ends) for name, each in sums.items()}
         sent = grads_received = 0 * shared["received"]
@@ -113,7 +113,7 @@ def ideal_levels(atoms: Atoms, inside: Bools, with_sent: bool = False) -> Levels
             sent, grads_received = (
                 (1 - made[begins]) @ (made_and_open[ends] * size).T for size in (values.forward, values.backward)
             )
-        return StageCost(
+        return CandidateCosts(
             seconds[ends] - seconds[begins][:, None] + shared["inputs_seconds"],
             shared["received"],
             shared["grads_sent"],

@@ -10,7 +10,7 @@ from functools import cached_property
 from math import floor
 
 from penstock.errors import ScheduleError
-from penstock.ir import Schedule, bytes_text
+from penstock.ir import Kind, Schedule, bytes_text
 from penstock.passes import lower
 from penstock.planner.synthesis import exact
 from penstock.planner.synthesis.bounds import Bound, lower_bound
@@ -102,7 +102,8 @@ def synthesise(
     named.sort(key=_rank)
     found = list(named)
     # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
-    columns = zip(*(problem.costs.mean(name) for name in ("backward", "input_grad", "weight_grad")), strict=True)
+    kinds = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    columns = zip(*(problem.costs.mean_seconds(kind) for kind in kinds), strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
     choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
     if named and is_large:
@@ -199,8 +200,8 @@ def _search(
 
 def _refusal(problem: ScheduleProblem) -> ScheduleError:
     """Names the tightest rank, its room, and the bytes of one microbatch there."""
-    most = problem.costs.most("activation_bytes")
-    kept = [sum(int(most[stage]) for stage in stages) for stages in problem.placement.stages]
+    most = problem.costs.most()
+    kept = [sum(int(most.activation_bytes[stage]) for stage in stages) for stages in problem.placement.stages]
     rank = min(range(len(kept)), key=lambda each: problem.room[each] - kept[each])
     room = problem.room[rank]
     return ScheduleError(

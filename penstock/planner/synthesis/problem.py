@@ -41,9 +41,8 @@ RankOrder = list[int]
 RankOrders = list[RankOrder]
 """one per rank"""
 
-_FIELDS = ("forward", "backward", "input_grad", "weight_grad")
-"""of StageCosts, in the order of the kinds of passes"""
-F, B, I, W = (int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))  # noqa: E741
+_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+F, B, I, W = map(int, _PASSES)  # noqa: E741
 
 
 class Message(NamedTuple):
@@ -131,7 +130,7 @@ class ScheduleProblem:
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Seconds of a pass, by pass id; the mean if microbatches differ."""
-        rows = zip(*(self.costs.mean(name) for name in _FIELDS), strict=True)
+        rows = zip(*(self.costs.mean_seconds(kind) for kind in _PASSES), strict=True)
         return tuple(float(each) for row in rows for each in row)
 
     @cached_property
@@ -139,15 +138,14 @@ class ScheduleProblem:
         """Seconds of a pass by pass id and microbatch; None if microbatches do not differ."""
         if self.costs.num_microbatches is None:
             return None
-        rows = zip(*(self.costs.by_microbatch(name).tolist() for name in _FIELDS), strict=True)
+        rows = zip(*(self.costs.seconds(kind).tolist() for kind in _PASSES), strict=True)
         return tuple(tuple(each) for row in rows for each in row)
 
     @cached_property
     def allocated(self) -> tuple[float, ...]:
         """Bytes that a pass allocates, by pass id; below 0 it frees them. The most if microbatches differ."""
-        kept, late = self.costs.most("activation_bytes"), self.costs.most("weight_grad_bytes")
-        rows = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
-        return tuple(each for row in rows for each in row)
+        most = self.costs.most()
+        return tuple(np.concatenate([most.allocated(kind) for kind in _PASSES], axis=1).ravel().tolist())
 
     @property
     def outputs(self) -> tuple[tuple[Message, ...], ...]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from penstock.errors import ViewError
 from penstock.ir import (
+    Kind,
     Plan,
     Run,
     Trace,
@@ -109,7 +110,7 @@ class Card(NamedTuple):
 def cards(contents: Contents) -> Iterator[Card]:
     """The key metrics that are known."""
     plan, run, predicted = contents.plan, contents.run, contents.plan.predicted
-    alone = plan.num_microbatches * (sum(plan.costs.mean("forward")) + sum(plan.costs.mean("backward")))
+    alone = plan.num_microbatches * sum(plan.costs.work)
     is_pipeline = predicted.makespan and plan.num_ranks > 1
     faster = f"{number_text(alone / predicted.makespan, 3)} × as fast as one rank" if is_pipeline else ""
     yield Card("predicted step", seconds_text(predicted.makespan, 3), faster)
@@ -198,8 +199,8 @@ def model_bar(plan: Plan) -> list[Band]:
         if not part.from_inputs:
             by_stage[part.stage].append(part)
     has_segments = sum(map(len, by_stage)) <= MAX_PARTS
-    costs = list(map(sum, zip(plan.costs.mean("forward"), plan.costs.mean("backward"), strict=True)))
-    widths = [max(LEAST_WIDTH, 100 * cost / (sum(costs) or 1.0)) for cost in costs]
+    work = plan.costs.work
+    widths = [max(LEAST_WIDTH, 100 * seconds / (sum(work) or 1.0)) for seconds in work]
     bands = []
     for stage, parts in enumerate(by_stage):
         shares = [GLUE_WIDTH if part.is_glue else float(part.times) for part in parts]
@@ -207,7 +208,7 @@ def model_bar(plan: Plan) -> list[Band]:
             Segment(part.title, part.kind, 100 * share / sum(shares)) for part, share in zip(parts, shares, strict=True)
         )
         rank, nodes = plan.schedule.placement[stage], counted(len(plan.partition.stages[stage]), "node")
-        tip = f"stage {stage} on rank {rank}: {nodes}, {seconds_text(costs[stage], 3)} per microbatch"
+        tip = f"stage {stage} on rank {rank}: {nodes}, {seconds_text(work[stage], 3)} per microbatch"
         width = 100 * widths[stage] / sum(widths)
         bands.append(Band(stage, rank, width, tip, segments if has_segments else ()))
     return bands
@@ -294,7 +295,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     for crossing in condensed.crossings:
         what = f"{counted(len(crossing.values), 'tensor')}, {bytes_text(crossing.forward_bytes)} → {crossing.consumer}"
         sends.setdefault(crossing.producer, []).append(what)
-    rows, kept = [], costs.most("activation_bytes")
+    rows, kept = [], costs.most().activation_bytes
     for stage, names in enumerate(plan.partition.stages[:MAX_ROWS]):
         size = condensed.parameter_size(plan.graph[name] for name in names)
         sent = sends.get(stage, ["nothing"])
@@ -303,7 +304,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             str(plan.schedule.placement[stage]),
             str(len(names)),
             f"{count_text(size.num_parameters)}, {bytes_text(size.bytes)}",
-            *(seconds_text(costs.mean(name)[stage], 3) for name in ("forward", "backward")),
+            *(seconds_text(costs.mean_seconds(kind)[stage], 3) for kind in (Kind.FORWARD, Kind.BACKWARD)),
             bytes_text(kept[stage]) + (", recomputed" if plan.choices.recompute[stage] else ""),
             "; ".join(sent[:4]) + ("; …" if len(sent) > 4 else ""),
             short_name(names[0]),
