@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -28,7 +29,7 @@ from penstock.capture import (
     with_loss,
 )
 from penstock.capture import capture as record_model
-from penstock.errors import CaptureError, FitError, PlanError
+from penstock.errors import CaptureError, FitError, NoLossError, PenstockWarning, PlanError
 from penstock.ir import (
     MAX_MICROBATCHES,
     MAX_RANKS,
@@ -462,7 +463,12 @@ class Examples:
             return measure(captured, loss_fn=self.loss_fn, speed=self.speed, budget=self.measure_seconds)
         # The costs of the loss are part of those of the output.
         scored = self.of_loss(with_loss(self.model, self.loss_fn))
-        profile = measure(scored.captured(count), speed=self.speed, budget=self.measure_seconds)
+        try:
+            profile = measure(scored.captured(count), speed=self.speed, budget=self.measure_seconds)
+        except (CaptureError, NoLossError) as error:
+            # A Pipeline calls the loss as it is, and needs no record of it.
+            warnings.warn(f"the loss does not count in the plan: {error}", PenstockWarning, stacklevel=2)
+            return replace(self, target=None)._profile(captured, graph, count)
         return profile.with_loss_in_output(graph)
 
     def _interpolated(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:

@@ -1,5 +1,6 @@
 """`penstock check`: prove an order deadlock-free, and compare a plan with the unsplit model."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +12,10 @@ from penstock.cli.files import read_record
 from penstock.cli.models import HF, NO_EXAMPLE, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import BAD_INPUT, RUN_FAILED, echo, failed, print_json
+from penstock.cli.plan import LossExample
 from penstock.cli.show import sizes_line
 from penstock.cli.simulate import proven_orders
+from penstock.cli.training_job import loss_example
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError, FormatError, NoLossError, PenstockError
 
@@ -25,6 +28,14 @@ InFlight = Annotated[int | None, Option(metavar="N", help="Maximum (stage, micro
 Compared = Annotated[
     str | None,
     Option(metavar="MODEL", help="Also run a step of the plan and compare: FILE.py:FUNCTION or hf:NAME, as for plan."),
+]
+Loss = Annotated[
+    str | None,
+    Option(metavar="NAME", help="Loss of that step: a function of torch.nn.functional, or FILE.py:FUNCTION."),
+]
+Data = Annotated[
+    str | None,
+    Option(metavar="FILE.py:FUNCTION", help="Compare on the first batch that this yields, as for train."),
 ]
 _PROVEN = """\
   every stage runs every microbatch forward once and backward once
@@ -40,18 +51,24 @@ def check(
     example: Example,
     depth: Depth = None,
     block: Blocks = None,
+    loss: Loss = None,
+    data: Data = None,
     in_flight: InFlight = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a schedule cannot deadlock, or show where it can.
 
     A schedule is proven as it is and as the program that it is lowered to. With --model, one step of the plan, with all
-    ranks in this process, is compared with the unsplit model: loss, gradients and buffers.
+    ranks in this process, is compared with the unsplit model: loss, gradients and buffers. Without --loss, the loss is
+    that of the model, or the mean of its squared outputs.
     """
     import penstock
 
-    if model is None and (example != NO_EXAMPLE or depth or block):
-        raise PenstockError("--batch, --sequence, --weights, --depth and --block need --model", hint="--model hf:NAME")
+    if model is None and (example != NO_EXAMPLE or depth or block or loss or data):
+        problem = "--batch, --sequence, --weights, --depth, --block, --loss and --data need --model"
+        raise PenstockError(problem, hint="--model hf:NAME")
+    if loss is not None and data is None:
+        raise PenstockError("--loss needs --data, whose first batch has a target", hint="--data FILE.py:FUNCTION")
     try:
         record = read_record(file)
         is_plan = isinstance(record, penstock.Plan)
@@ -64,7 +81,8 @@ def check(
         print_json({"proven": False, "problem": error.problem, **values})
         raise typer.Exit(BAD_INPUT) from None
     granularity = {"depth": depth, "basic_blocks": block or ()}
-    report = _compare(record, model, example, granularity) if model else None
+    with nullcontext() if data is None else loss_example(loss, data) as given:
+        report = _compare(record, model, example, granularity, given) if model else None
     if as_json:
         sizes = {
             "ranks": orders.num_ranks,
@@ -84,8 +102,13 @@ def check(
         raise failed("the plan does not reproduce the unsplit model", RUN_FAILED)
 
 
-def _compare(record: Any, model: str, example: Example, granularity: dict[str, Any]) -> "ParityReport":
-    """Run `penstock.check`; a model that returns no loss gets the mean of its squared outputs as loss."""
+def _compare(
+    record: Any, model: str, example: Example, granularity: dict[str, Any], given: LossExample | None
+) -> "ParityReport":
+    """Run `penstock.check` on the given batch and loss, by default on the batch of the model.
+
+    A model that returns no loss gets the mean of its squared outputs as loss.
+    """
     import penstock
     from penstock.ir import Plan
 
@@ -96,9 +119,13 @@ def _compare(record: Any, model: str, example: Example, granularity: dict[str, A
         example = replace(example, weights=True)  # only real weights can be compared
     problem = "the model failed on the batch"
     with build_model(model, example) as (module, args, kwargs), user_errors(problem, source_of(model), CaptureError):
+        if given is not None:
+            args, kwargs, granularity["target"] = given.batch
+            granularity["loss_fn"] = given.function
         try:
             return penstock.check(module, record, args, kwargs, **granularity)
         except NoLossError:
+            granularity.pop("loss_fn", None)
             return penstock.check(module, record, args, kwargs, loss_fn=_mean_square, **granularity)
 
 

@@ -258,9 +258,9 @@ class StateFlags:
 
 
 class LossExample(NamedTuple):
-    """The loss function of `penstock train`, and a batch with a target for it."""
+    """The loss function of `penstock train` and `check`, if there is one, and a batch, with a target for it."""
 
-    function: "Callable[[Any, Any], Any]"
+    function: "Callable[[Any, Any], Any] | None"
     batch: "StepCall"
 
 
@@ -364,6 +364,7 @@ def make_plan(
     import penstock
     from penstock.api.plan import Examples
     from penstock.batches import Batch, BatchSplitter
+    from penstock.loss import loss_module
     from penstock.views import TIES_WEIGHTS
 
     if machine.global_batch is not None:
@@ -401,6 +402,9 @@ def make_plan(
         if loss is not None:
             args, kwargs, batch_target = loss.batch
             arguments["loss_fn"] = loss.function
+            module = loss_module(loss.function)
+            if options.vocabulary_shards is None and module is not None and any(True for _ in module.parameters()):
+                batch_target = None  # only a loss without parameters can be measured
         if replicas > 1:
             shares = BatchSplitter(model.forward).split(Batch(args, kwargs, batch_target), replicas)
             if len(shares) < replicas:

@@ -6,7 +6,7 @@ and CheckpointFlags (`training_job.py`, where `run_rank` uses them), PlanFlags (
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -259,9 +259,11 @@ class PlanChoice:
 
     def _search(self, options: PlanFlags, running: "Cluster | None" = None, device: Any = None) -> "Plan":
         """The best plan, for the running ranks or else for local processes."""
-        replicas = self._job.flags.replicas
-        device = device or self._job.flags.device
-        with autocast(self._job), loss_example(self._job, device) as loss:
+        flags = self._job.flags
+        replicas, device = flags.replicas, device or flags.device
+        # The batch of the loss, which has a target, takes the place of the model's own.
+        example = nullcontext() if flags.loss is None else loss_example(flags.loss, flags.data, device)
+        with autocast(self._job), example as loss:
             return make_plan(
                 self._job.model,
                 options,
@@ -270,6 +272,6 @@ class PlanChoice:
                 running=running,
                 replicas=replicas,
                 device=device,
-                state=StateFlags.of_training(self._job.flags.optimizer),
+                state=StateFlags.of_training(flags.optimizer),
                 loss=loss,
             )

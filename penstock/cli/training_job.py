@@ -187,20 +187,16 @@ def autocast(job: Job) -> "AbstractContextManager[Any]":
 
 
 @contextmanager
-def loss_example(job: Job, device: Any = None) -> "Iterator[LossExample | None]":
-    """The loss function and the first batch of a job that splits its output layer, for its plan; None for others."""
+def loss_example(loss: str | None, data: str, device: Any = None) -> "Iterator[LossExample]":
+    """The loss function, None without one, and the first batch of the data function."""
     from penstock.api.train_loop import step_call
 
-    if job.flags.loss is None or job.plan_options.vocabulary_shards is None:
-        yield None
-        return
-    with _loss_function(job.flags.loss) as function, user_function(job.flags.data, _DATA_BODY) as data:
-        assert function is not None
+    with _loss_function(loss) as function, user_function(data, _DATA_BODY) as batches:
         with redirect_stdout(sys.stderr):
-            batch = next(_batches_from(data, 0, device), None)
+            batch = next(_batches_from(batches, 0, device), None)
         if batch is None:
-            raise PenstockError("the data function must return batches", function=data.name, hint=_DATA_BODY)
-        yield LossExample(function, step_call(batch, has_loss_fn=True))
+            raise PenstockError("the data function must return batches", function=batches.name, hint=_DATA_BODY)
+        yield LossExample(function, step_call(batch, has_loss_fn=function is not None))
 
 
 def run_rank(job: Job, plan: "Plan") -> str:

@@ -55,6 +55,8 @@ class Mixing(nn.Module):
         return x * self.weight * x.mean(0)
 
 def build(): return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.randn(8, 4)
+def batches(): yield torch.randn(8, 4), torch.randn(8, 4)
+def from_centre(y, target): return (y - y.mean(0) - target).square().mean()
 def coupled(): return Coupled(), torch.randn(8, 4)
 def mixing(): return nn.Sequential(nn.Linear(4, 4), Mixing(), nn.Linear(4, 4)), torch.randn(8, 4)
 """
@@ -82,6 +84,14 @@ def test_a_plan_is_compared_with_the_unsplit_model(call, written) -> None:
     assert parity["equal"]
     assert parity["microbatches"]["identical"]
     assert parity["whole_batch"]["compared"] == 9
+
+
+def test_a_plan_is_compared_with_a_loss_and_a_batch_of_the_user(call, written) -> None:
+    written("model.py", FILE)
+    call("plan", "model.py:build", *PLANNED)
+    check = ("check", "plan.json", "--model", "model.py:build", "--data", "model.py:batches", "--json", "--loss")
+    assert json.loads(call(*check, "mse_loss").stdout)["parity"]["equal"]
+    assert "batch" in str(json.loads(call(*check, "model.py:from_centre").stdout)["parity"]["notes"])
 
 
 def test_numbers_that_are_not_those_of_the_model_end_with_5(call, written) -> None:

@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.api.train_options import TrainOptions
+from penstock.cli.options import Example
+from penstock.cli.plan import PlanFlags
+from penstock.cli.train import PlanChoice
 from penstock.cli.train_log import missing_steps
+from penstock.cli.training_job import CheckpointFlags, Job, TrainFlags
 from penstock.ir import Run
 from tests.cli.checkpoint_runs import in_a_copy
 from tests.leftovers import wait_until
@@ -67,6 +72,13 @@ def no_optimizer(parameters):
 
 def broken_optimizer(parameters):
     raise KeyError("groups")
+"""
+SLOW_LOSS = """
+import time
+
+def slow_loss(output, target):
+    time.sleep(0.02)
+    return functional.cross_entropy(output, target)
 """
 TRAIN = ("train", "model.py:build", "--ranks", "2", "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
 GOOD = (*TRAIN, "--data", "model.py:batches", "--loss", "cross_entropy", "--optimizer", "sgd", "--lr", "0.1")
@@ -144,6 +156,14 @@ def test_a_split_output_layer_is_planned_with_the_loss_and_the_first_batch(call,
     run = Run.load(tmp_path / "run" / "run.json")
     assert {node.name for node in run.plan.graph.nodes} >= {"3.shards.0", "3.shards.1", "3.combine"}
     assert run.losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
+def test_the_time_of_the_loss_counts_in_the_plan(written) -> None:
+    model = f"{written('model.py', FILE + SLOW_LOSS)}:"
+    flags = TrainFlags(data=f"{model}batches", loss=f"{model}slow_loss")
+    options = PlanFlags(ranks=2, microbatches="2", schedule="1f1b", budget=0.0)
+    plan = PlanChoice(Job(f"{model}build", Example(), flags, TrainOptions(), options, CheckpointFlags()), None).first()
+    assert plan.costs.forward[1] > 0.02 > plan.costs.forward[0]
 
 
 OF_LENGTHS = """\
