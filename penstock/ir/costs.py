@@ -1,8 +1,11 @@
 """Seconds and bytes per stage, and their computation from a Profile and a Partition.
 
-The cost model is in four places: the costs of stages here (`partitioners/costs.py` has the same for many candidate
-stages at once), those of messages and of the machine in `cluster.py` (Link, Overhead, slowness), memory that is not of
-one pass in `training_state.py`, and how they add up in time in `timing.py`.
+The cost model is in four places: the costs of stages here, those of messages and of the machine in `cluster.py` (Link,
+Overhead, slowness), memory that is not of one pass in `training_state.py`, and how they add up in time in `timing.py`.
+
+A new term of passes, such as the seconds of a collective, is a field of NodeCost and a field of the same name of
+StageCosts, with the metadata SECONDS or BYTES: everything that treats all terms alike (checks, sums over nodes, scaling,
+means, JSON) finds it by that. Its effect is stated in `NodeCost.seconds` and in `StageCosts.seconds` or `allocated`.
 """
 
 from collections import Counter
