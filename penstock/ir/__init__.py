@@ -126,6 +126,7 @@ from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.timing import (
+    Length,
     Needs,
     Seconds,
     find_waits,

@@ -4,8 +4,8 @@ The cost model is in four places: the costs of stages here, those of messages an
 Overhead, slowness), memory that is not of one pass in `training_state.py`, and how they add up in time in `timing.py`.
 
 A new term of passes, such as the seconds of a collective, is a field of NodeCost and a field of the same name of
-StageCosts, with the metadata SECONDS or BYTES: everything that treats all terms alike (checks, sums over nodes, scaling,
-means, JSON) finds it by that. Its effect is stated in `NodeCost.seconds` and in `StageCosts.seconds` or `allocated`.
+StageCosts, with the metadata SECONDS or BYTES, by which code that treats all terms alike finds it (checks, sums over
+nodes, scaling, means, JSON). Its effect is stated in `NodeCost.seconds` and in `StageCosts.seconds` or `allocated`.
 """
 
 from collections import Counter

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.ir import (
     Kind,
+    Length,
     Orders,
     Schedule,
     StageCosts,
@@ -34,11 +35,10 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved; the costs are of its stages."""
     costs.check_microbatches(schedule.num_microbatches)
     actions = _action_table(schedule, costs)
-    variants = (schedule, *(_fill(schedule, actions, patience) for patience in _PATIENCE))
-    lengths = [schedule_length(variant, costs) for variant in variants]
+    given = schedule_length(schedule, costs)
+    variants = [(given, schedule), *(_fill(schedule, actions, patience) for patience in _PATIENCE)]
     # Shorter in one measure must not be longer in the other.
-    allowed = [place for place, found in enumerate(lengths) if found.span <= lengths[0].span]
-    return variants[min(allowed, key=lambda place: lengths[place])]
+    return min((each for each in variants if each[0].span <= given.span), key=lambda each: each[0])[1]
 
 
 class _ActionTable(NamedTuple):
@@ -85,8 +85,8 @@ class _Rank:
     done: list[int] = field(default_factory=list)
 
 
-def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> Schedule:
-    """One greedy run over all ranks in the order of their clocks."""
+def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> tuple[Length, Schedule]:
+    """One greedy run over all ranks in the order of their clocks, and its length, as `schedule_length` has it."""
     table, ranks = schedule.table, []
     for first, end in pairwise(table.starts.tolist()):
         fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
@@ -101,7 +101,9 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> Schedul
         rank = ranks[number]
         while True:
             if not rank.fixed:
-                rank.done += [-1 - index for index in rank.pending]
+                for index in rank.pending:
+                    rank.done.append(-1 - index)
+                    rank.clock += weight_seconds[index]
                 break
             index = rank.fixed[0]
             need, bytes_of_next = needs[index], allocated[index]
@@ -130,9 +132,12 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> Schedul
             if queue and queue[0] < (rank.clock, number):
                 heappush(queue, (rank.clock, number))
                 break
+    # A rank begins with a forward, which is no moved weight gradient.
+    spans = [rank.clock - ends[rank.done[0]] + seconds[rank.done[0]] for rank in ranks]
+    length = Length(max(rank.clock for rank in ranks), max(spans))
     codes = table.codes
     # A weight gradient is stored as -1 - (index of its input gradient).
     weights = codes - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
     done = [np.asarray(rank.done, dtype=np.int64) for rank in ranks]
     orders = Orders([np.where(index < 0, weights[-1 - index], codes[index]) for index in done])
-    return Schedule(schedule.placement, schedule.num_microbatches, orders)
+    return length, Schedule(schedule.placement, schedule.num_microbatches, orders)
