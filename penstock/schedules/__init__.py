@@ -59,7 +59,7 @@ def build(
     return scheduler(ranks, microbatches, costs)
 
 
-def build_on(placement: Placement, name: str, microbatches: int, costs: StageCosts) -> Schedule | None:
+def build_on(placement: Placement, name: str, microbatches: int, costs: StageCosts | None = None) -> Schedule | None:
     """The named schedule if it has this placement; None if it places stages otherwise or refuses their number."""
     per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
     if rest:

@@ -120,7 +120,8 @@ def earliest_starts(table: PassTable) -> Floats:
     """
     predecessors = _find_predecessors(table)
     num_machine_columns = _MAX_MACHINE_PASSES // max(table.num_rows, 1)
-    seconds, work = table.seconds.tolist(), table.share * table.seconds
+    seconds = table.seconds.tolist()
+    amounts = np.repeat(table.share * table.seconds[:, None], _MACHINE_DEPTH, axis=1)
     first = table.before[table.rank].tolist()
     result = np.zeros((table.num_rows, table.problem.num_microbatches))
     # The same numbers twice: scalars are read from lists, which is faster, and slices from the array.
@@ -136,7 +137,7 @@ def earliest_starts(table: PassTable) -> Floats:
                     earliest = max(earliest, starts[needed][column - shift] + seconds[needed])
             # With its own row alone this would repeat the first condition.
             if column < num_machine_columns and len(on_rank) > 1:
-                earliest = max(earliest, _machine_end(result, work, on_rank, column))
+                earliest = max(earliest, _machine_end(result, amounts, on_rank, column))
             starts[row].append(earliest)
             result[row, column] = earliest
     return result
@@ -165,24 +166,24 @@ def _find_predecessors(table: PassTable) -> list[_Predecessors]:
     return result
 
 
-def _machine_end(starts: Floats, work: Floats, predecessors: list[tuple[int, int]], column: int) -> float:
+def _machine_end(starts: Floats, amounts: Floats, predecessors: list[tuple[int, int]], column: int) -> float:
     """The earliest moment at which a rank can have run all (row, shift) predecessors of a pass of this column.
 
     Passes with an earliest start of t or later run one after another from t on: for every t, they end no sooner than t
     plus the sum of their seconds.
     """
-    released, amounts = [], []
+    released, work = [], []
     for row, shift in predecessors:
         last = column + 1 - shift
         if last > 0:
-            part = starts[row, max(last - _MACHINE_DEPTH, 0) : last]
-            released.append(part)
-            amounts.append(np.full(len(part), work[row]))
+            released.append(starts[row, max(last - _MACHINE_DEPTH, 0) : last])
+            work.append(amounts[row, :last])
     if not released:
         return 0.0
+    # Methods of arrays, not functions of numpy, which take twice as long for so few numbers.
     moments = np.concatenate(released)
-    latest_first = np.argsort(-moments, kind="stable")
-    return float((moments[latest_first] + np.cumsum(np.concatenate(amounts)[latest_first])).max())
+    latest_first = (-moments).argsort(kind="stable")
+    return float((moments[latest_first] + np.concatenate(work)[latest_first].cumsum()).max())
 
 
 class Lag(NamedTuple):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
 
+import numpy as np
+
 from penstock.errors import ScheduleError
 from penstock.ir import Kind, Schedule, bytes_text
 from penstock.passes import lower
@@ -133,14 +135,29 @@ def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
 
 
 def table_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
-    """Yields the schedules of the table that have the placement of the problem."""
+    """Yields the schedules of the table that have the placement of the problem and may fit in its memory."""
     seen: list[Schedule] = []
     for name in SCHEDULES:
+        plain = build_on(problem.placement, name, problem.num_microbatches)
+        # With one stage per rank, some are the same. Moving weight gradients takes long, and so does simulating.
+        if plain is None or plain in seen or _exceeds_memory(problem, plain):
+            continue
         schedule = build_on(problem.placement, name, problem.num_microbatches, problem.costs)
-        # With one stage per rank, some are the same.
         if schedule is not None and schedule not in seen:
-            seen.append(schedule)
+            seen += [plain, schedule]
             yield SimulatedOrder(problem, schedule, name)
+
+
+def _exceeds_memory(problem: ScheduleProblem, schedule: Schedule) -> bool:
+    """Whether activations alone need more than the memory of a rank, wherever weight gradients are moved to."""
+    if not problem.cluster.limits:
+        return False
+    # Every input gradient frees all that its microbatch holds, as if its weight gradient followed at once.
+    least, most = problem.costs.least().activation_bytes, problem.costs.most().activation_bytes
+    changes = np.array([[least[stage], -most[stage], -most[stage], 0] for stage in range(len(least))]).ravel()
+    return any(
+        np.cumsum(changes[order]).max() > room for order, room in zip(rank_orders(schedule), problem.room, strict=True)
+    )
 
 
 def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
