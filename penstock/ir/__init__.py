@@ -47,7 +47,7 @@ from penstock.ir.action import (
     needs,
 )
 from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
-from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, Overhead, Replicas, ring_seconds
+from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, MessageCpu, Overhead, Replicas, ring_seconds
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,

@@ -1,5 +1,6 @@
 """The hardware: ranks, their memory and speed, and the links between them."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,24 @@ def ring_seconds(members: int, num_bytes: float, latency: float, bandwidth: floa
 
 
 @dataclass(frozen=True)
+class MessageCpu:
+    """CPU seconds of messages of one size, beyond those of a message without content."""
+
+    bytes: int
+    """bytes of the message"""
+    send_seconds: float
+    """of the rank that sends it"""
+    receive_seconds: float
+    """of the rank that receives it"""
+
+    def __post_init__(self) -> None:
+        if (as_int(self.bytes) or 0) < 1:
+            raise CostError("bytes of a message must be a whole number, 1 or more", got=repr(self.bytes))
+        for name in ("send_seconds", "receive_seconds"):
+            _check_seconds(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
 class Overhead:
     """Seconds of a rank's CPU that the runtime takes besides the model.
 
@@ -118,12 +137,38 @@ class Overhead:
     """of every message, at the sender and again at the receiver"""
     step_seconds: float = 0.0
     """of every step, in which all ranks synchronise"""
+    messages: tuple[MessageCpu, ...] = ()
+    """further seconds of messages by their size, smallest first; linear between sizes and beyond the last one"""
 
     def __post_init__(self) -> None:
         for name in ("pass_seconds", "message_seconds", "step_seconds"):
-            value = getattr(self, name)
-            if not is_finite(value) or value < 0:
-                raise CostError(f"{name} must be finite seconds, 0 or more", got=repr(value))
+            _check_seconds(name, getattr(self, name))
+        object.__setattr__(self, "messages", tuple(self.messages))
+        sizes = [each.bytes for each in self.messages]
+        if sizes != sorted(set(sizes)):
+            raise CostError("messages must have ascending sizes", got=sizes)
+
+    def send_seconds(self, num_bytes: float) -> float:
+        """CPU seconds that a rank takes to send a message of this size."""
+        return self.message_seconds + self._by_size(num_bytes, [each.send_seconds for each in self.messages])
+
+    def receive_seconds(self, num_bytes: float) -> float:
+        """CPU seconds that a rank takes to receive a message of this size."""
+        return self.message_seconds + self._by_size(num_bytes, [each.receive_seconds for each in self.messages])
+
+    def _by_size(self, num_bytes: float, seconds: list[float]) -> float:
+        if not seconds:
+            return 0.0
+        sizes, seconds = [0, *(each.bytes for each in self.messages)], [0.0, *seconds]
+        last = max(min(bisect_left(sizes, num_bytes), len(sizes) - 1), 1)
+        share = (num_bytes - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
+        # A rate of the last two sizes that is below 0, by noise, must not make larger messages free.
+        return max(seconds[last - 1] + share * (seconds[last] - seconds[last - 1]), 0.0)
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not is_finite(value) or value < 0:
+        raise CostError(f"{name} must be finite seconds, 0 or more", got=repr(value))
 
 
 def _check_link(latency: float, bandwidth: float | None) -> None:
@@ -242,6 +287,17 @@ class Cluster:
         """The cluster with messages that take no time on their links."""
         return replace(self, latency=0.0, bandwidth=None, links=())
 
+    def with_cpu_on_links(self) -> "Cluster":
+        """The cluster with links as slow as the CPU of ranks is with their largest messages.
+
+        Partitioners compare the time of messages with that of passes by the links.
+        """
+        if not self.overhead.messages or self.bandwidth is not None:
+            return self
+        largest = self.overhead.messages[-1]
+        seconds = max(largest.send_seconds, largest.receive_seconds)
+        return replace(self, bandwidth=largest.bytes / seconds if seconds else None)
+
     def costs_on_ranks(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
         """The costs of stages on the ranks that hold them: slowed down, and with the overhead of passes and messages.
 
@@ -252,23 +308,28 @@ class Cluster:
         """
         if self.slowness:
             costs = costs.times(self.slowness_of(placement))
-        return costs.plus(*self._overheads(placement, cuts))
+        return costs.plus(*self._overheads(costs, placement, cuts))
 
     def costs_without_overhead(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
         """The costs of which `costs_on_ranks` makes the given ones, slowness aside."""
-        forward, backward = self._overheads(placement, cuts)
+        forward, backward = self._overheads(costs, placement, cuts)
         return costs.plus([-each for each in forward], [-each for each in backward])
 
-    def _overheads(self, placement: Placement, cuts: Cuts) -> tuple[list[float], list[float]]:
+    def _overheads(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> tuple[list[float], list[float]]:
         """Seconds of overhead per stage, of a forward and of a backward."""
         ranks, overhead = placement.ranks, self.overhead
+        values = {(each.producer, each.consumer): each.forward_bytes for each in costs.messages}
+        gradients = {(each.consumer, each.producer): each.backward_bytes for each in costs.messages}
+        returned = [(consumer, producer) for producer, consumer in cuts.gradient_edges]
         found = []
-        for edges in (cuts.edges, cuts.gradient_edges):
-            # A message costs the same at both ends, whichever way it goes.
-            ends = Counter(stage for edge in edges if ranks[edge[0]] != ranks[edge[1]] for stage in edge)
-            found.append(
-                [overhead.pass_seconds + overhead.message_seconds * ends[stage] for stage in range(len(ranks))]
-            )
+        for edges, sizes in ((cuts.edges, values), (returned, gradients)):
+            seconds = [overhead.pass_seconds] * len(ranks)
+            for sender, receiver in edges:
+                if ranks[sender] != ranks[receiver]:
+                    size = sizes.get((sender, receiver), 0)
+                    seconds[sender] += overhead.send_seconds(size)
+                    seconds[receiver] += overhead.receive_seconds(size)
+            found.append(seconds)
         return found[0], found[1]
 
     def slowness_of(self, placement: Placement) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from penstock.errors import FormatError, PenstockError
-from penstock.ir.cluster import Cluster, Link, Overhead, Replicas
+from penstock.ir.cluster import Cluster, Link, MessageCpu, Overhead, Replicas
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.devices import DeviceSpeed
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
@@ -45,7 +45,7 @@ RECORDS: dict[str, type] = {
         *(NodeBytes, SavedTensors, NodeCost, Profile, DeviceSpeed, TrainingState),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
-        *(Link, Overhead, Replicas, Cluster),
+        *(Link, MessageCpu, Overhead, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Rows, Ragged),

@@ -172,9 +172,10 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
     others = [member for member in members if member not in for_slow_links and not member.chooses_placement]
     # Cuts with fewer bytes than a partitioner aims for. It accepts messages as long as the passes that hide them; but
     # nothing hides the first and last messages, and with few microbatches in flight hardly any are hidden.
-    slower = options.cluster.with_bandwidth_times(1 / _TRAFFIC_FACTOR)
+    cluster = options.cluster.with_cpu_on_links()
+    slower = cluster.with_bandwidth_times(1 / _TRAFFIC_FACTOR)
     problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)
-    for member in for_slow_links if slower != options.cluster else ():
+    for member in for_slow_links if slower != cluster else ():
         with suppress(PartitionError):
             found = _divide(member.name, problem, joins_light=True)
             if found.placement == layout.placement:
@@ -184,7 +185,7 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
             changed = replace(options, partitioner=member.name)
             yield from _cut(measured, layout.placement, count, changed, joins_light=True)
     if options.schedule == AUTO and options.stages_per_rank is None:
-        problem = Problem(measured.graph, measured.profile, replace(options.cluster, memory=None))
+        problem = Problem(measured.graph, measured.profile, replace(cluster, memory=None))
         for member in (member for member in members if member.chooses_placement):
             with suppress(PartitionError):
                 found = _divide(member.name, problem, joins_light=True)
@@ -322,7 +323,7 @@ def _cut(
             partition = given if isinstance(given, Partition) else by_modules(measured.graph, given)
         yield _layout(measured, partition, placement, count, options, GIVEN)
         return
-    cluster = options.cluster
+    cluster = options.cluster.with_cpu_on_links()
     problems = [Problem(measured.graph, measured.profile, replace(cluster, memory=None), placement)]
     if cluster.limits:
         for in_flight in sorted({1, min(count, cluster.ranks)}, reverse=True):
