@@ -1,6 +1,7 @@
 """Cluster, links, replicas and the speed of devices."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from penstock.ir import (
     Cuts,
     DeviceSpeed,
     Link,
+    MessageCost,
+    MessageCpu,
     Overhead,
     Placement,
     StageCosts,
@@ -197,6 +200,27 @@ def test_costs_on_ranks_include_the_overhead_of_passes_and_of_messages_between_r
     assert costs.weight_grad == (1.0, 1.0, 1.0)
     assert costs.backward == (2.5, 2.5, 2.5)
     assert cluster.costs_without_overhead(costs, placement, cuts) == StageCosts.uniform(3)
+
+
+def test_messages_take_cpu_by_their_size_at_both_ends():
+    sizes = (MessageCpu(100, 1.0, 2.0), MessageCpu(200, 3.0, 6.0))
+    cluster = Cluster(2, overhead=Overhead(message_seconds=0.5, messages=sizes))
+    plain = replace(StageCosts.uniform(2), messages=(MessageCost(0, 1, 50, 300),))
+    costs = cluster.costs_on_ranks(plain, Placement((0, 1)), Cuts.chain(2))
+    assert costs.forward == (1 + 0.5 + 0.5, 1 + 0.5 + 1.0)
+    assert costs.input_grad == (1 + 0.5 + 10.0, 1 + 0.5 + 5.0)
+    assert cluster.costs_without_overhead(costs, Placement((0, 1)), Cuts.chain(2)) == plain
+
+
+def test_partitioners_see_the_cpu_of_messages_as_links():
+    cluster = Cluster(2, overhead=Overhead(messages=(MessageCpu(100, 1.0, 2.0),)))
+    assert cluster.with_cpu_on_links().bandwidth == 50
+    assert Cluster(2).with_cpu_on_links() == Cluster(2)
+
+
+def test_sizes_of_messages_must_ascend():
+    with pytest.raises(CostError, match="messages must have ascending sizes"):
+        Overhead(messages=(MessageCpu(2, 0.0, 0.0), MessageCpu(1, 0.0, 0.0)))
 
 
 def test_overhead_below_zero_is_refused():

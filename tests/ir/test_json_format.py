@@ -26,6 +26,7 @@ from penstock.ir import (
     Graph,
     Link,
     MessageCost,
+    MessageCpu,
     Node,
     NodeBytes,
     NodeCost,
@@ -99,7 +100,7 @@ STAGE_COSTS = StageCosts(
 )
 LINK = Link(0, 1, 1e-5, 1e9)
 REPLICAS = Replicas(3, 1e-4, 1e8)
-OVERHEAD = Overhead(1e-4, 3e-5, 1e-3)
+OVERHEAD = Overhead(1e-4, 3e-5, 1e-3, (MessageCpu(4096, 1e-6, 2e-6),))
 RANKS = {"overlap": 0.5, "slowness": (1, 1.5), "overhead": OVERHEAD}
 CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), REPLICAS, **RANKS)
 PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
@@ -121,7 +122,7 @@ SAMPLES = (
     DeviceSpeed(1e12, 1e11, 1e-6),
     TrainingState("adamw", "bf16"),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
-    *(LINK, REPLICAS, OVERHEAD, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
+    *(LINK, REPLICAS, *OVERHEAD.messages, OVERHEAD, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     *(TRACE, CHOICES, PREDICTION, CANDIDATE, LAYOUT, SEARCH, PLAN, Rows(4), Ragged("grid", 7)),
     *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
 )
