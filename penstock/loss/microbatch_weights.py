@@ -205,11 +205,15 @@ class LossWeights:
         self._num_steps, step.weights = number, weights
         return True
 
-    def _values_agree(self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any) -> bool:
+    def _values_agree(
+        self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any, may_shorten: bool = True
+    ) -> bool:
         """Whether the loss of two microbatches together is the weighted sum of their separate losses.
 
         `output` and `loss` are those of the first microbatch. The second has no output yet: a scaled copy of the first
-        one is used. False also if outputs or targets are not plain tensors whose first dimension is the batch.
+        one is used. Of a sample with a large output, such as logits over a large vocabulary, only the first positions
+        are used if `may_shorten`. False also if outputs or targets are not plain tensors whose first dimension is the
+        batch.
         """
         first_target, second_target = targets
         tensors = (output, first_target, second_target)
@@ -217,20 +221,30 @@ class LossWeights:
             return False
         assert self._loss_fn is not None
         assert self._function is not None
+        whole = output
         # Few samples of large outputs: two microbatches at a time may not fit in memory.
-        rows = min(len(output), max(1, LARGE * len(output) // max(1, output.numel())))
+        sample_size = max(1, output.numel() // len(output)) if len(output) else 1
+        rows = min(len(output), max(1, LARGE // sample_size))
+        has_positions = output.dim() > 2 and all(
+            each.dim() > 1 and each.shape[1] == output.shape[1] for each in (first_target, second_target)
+        )
+        is_short = may_shorten and sample_size > LARGE and has_positions
+        if is_short:
+            # Two positions at least: a loss may compare each with the next.
+            length = max(2, LARGE * output.shape[1] // sample_size)
+            output, first_target, second_target = (each[:, :length] for each in (output, first_target, second_target))
         try:
             with torch.no_grad():
                 first_output, second_output = output[:rows], output[: min(rows, len(second_target))] * _SECOND_SCALE
                 alone = loss
-                if rows != len(first_target):  # the loss that the step computed is that of all rows
+                if is_short or rows != len(first_target):  # the loss that the step computed is that of all rows
                     alone = self.losses(first_output, first_target[:rows])[self._name]
                 first_target, second_target = first_target[:rows], second_target[: len(second_output)]
                 both_targets = torch.cat([first_target, second_target])
                 together = self.losses(torch.cat([first_output, second_output]), both_targets)[self._name]
                 values = (alone, self.losses(second_output, second_target)[self._name], together)
-        except Exception:  # a function may not take any number of samples
-            return False
+        except Exception:  # a function may not take any number of samples, or of positions
+            return is_short and self._values_agree(count, targets, whole, loss, may_shorten=False)
         numbers = [float(value.detach()) for value in values]
         weights = count.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)

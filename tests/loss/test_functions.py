@@ -158,6 +158,21 @@ def test_the_first_step_evaluates_a_function_twice_on_everything_and_later_steps
     assert found == [8, 3, 2, 3, 2, 2, 2, 3, 2]
 
 
+def test_samples_with_large_outputs_are_compared_on_their_first_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.loss.microbatch_weights.LARGE", CLASSES)
+    lengths: list[int] = []
+
+    def loss_fn(y: Tensor, t: Tensor) -> Tensor:
+        lengths.append(y.shape[1])
+        return functional.mse_loss(y, t)
+
+    _, pipe = pipeline(loss_fn)
+    for _ in range(3):
+        lengths.clear()
+        pipe.step(X, target=VALUES)
+    assert sorted(lengths) == [2, 2, 2, X.shape[1], X.shape[1], X.shape[1]]
+
+
 def test_a_function_whose_weights_cannot_be_counted_is_evaluated_in_every_step() -> None:
     calls, loss_fn = counting(lambda y, t: flat(y, t, weight=WEIGHTS))
     _, pipe = pipeline(loss_fn)
