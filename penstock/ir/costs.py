@@ -237,6 +237,11 @@ class StageCosts:
         both = zip(self.mean_seconds(Kind.FORWARD), self.mean_seconds(Kind.BACKWARD), strict=True)
         return tuple(forward + backward for forward, backward in both)
 
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Bytes that the forward of every stage keeps, the most over microbatches."""
+        return tuple(int(size) for size in self.most().allocated(Kind.FORWARD)[:, 0])
+
     def mean(self) -> "StageCosts":
         """The costs with the mean over microbatches in every entry."""
         return self._reduced(lambda entry: sum(entry) / len(entry))

@@ -380,13 +380,13 @@ class Plan(SavedRecord):
         return f", with the state of {name}" + (f" in {precision}" if precision else "") + sharded
 
     def _row(self, stage: int) -> tuple[str, ...]:
-        nodes, costs, most = self.partition.stages[stage], self.costs, self.costs.most()
+        nodes, costs = self.partition.stages[stage], self.costs
         return (
             str(stage),
             str(self.schedule.placement[stage]),
             str(len(nodes)),
             *(seconds_text(costs.mean_seconds(kind)[stage]) for kind in (Kind.FORWARD, Kind.BACKWARD)),
-            bytes_text(int(most.activation_bytes[stage])),
+            bytes_text(costs.kept_bytes[stage]),
             bytes_text(costs.state[stage].parameters),
             nodes[0],
         )

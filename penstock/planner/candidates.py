@@ -393,7 +393,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
         names = [find(str(asked)).name]
 
     def freed_per_second(stage: int) -> float:
-        plain, again = (each.most().activation_bytes for each in (layout.plain_costs, layout.recomputed_costs))
+        plain, again = (each.kept_bytes for each in (layout.plain_costs, layout.recomputed_costs))
         return (plain[stage] - again[stage]) / max(layout.plain_costs.mean_seconds(Kind.FORWARD)[stage], 1e-12)
 
     for name in names:

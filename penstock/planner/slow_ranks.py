@@ -297,6 +297,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
 
     found: dict[str, NodeCost] = {}
     mean, most = costs.mean(), costs.most()
+    held = most.allocated(Kind.FORWARD), -most.allocated(Kind.WEIGHT_GRAD)
     for stage, names in enumerate(plan.partition.stages):
         amounts = {name: work(plan.graph[name]) for name in names}
         total = math.fsum(amounts.values())
@@ -306,7 +307,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
             seconds["input_grad"] = seconds["weight_grad"] = seconds["backward"] / 2
         for name, amount in amounts.items():
             share = amount / total if total else 1 / len(names)
-            kept = NodeBytes(*(int(share * size[stage]) for size in (most.activation_bytes, most.weight_grad_bytes)))
+            kept = NodeBytes(*(int(share * float(size[stage, 0])) for size in held))
             found[name] = NodeCost(name, **{each: share * value for each, value in seconds.items()}, memory=kept)
     nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
     step_seconds = math.fsum(cost.seconds for cost in nodes_costs)

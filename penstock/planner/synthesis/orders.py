@@ -153,8 +153,8 @@ def _exceeds_memory(problem: ScheduleProblem, schedule: Schedule) -> bool:
     if not problem.cluster.limits:
         return False
     # Every input gradient frees all that its microbatch holds, as if its weight gradient followed at once.
-    least, most = problem.costs.least().activation_bytes, problem.costs.most().activation_bytes
-    changes = np.array([[least[stage], -most[stage], -most[stage], 0] for stage in range(len(least))]).ravel()
+    kept = [costs.allocated(Kind.FORWARD) for costs in (problem.costs.least(), problem.costs.most())]
+    changes = np.concatenate((kept[0], -kept[1], -kept[1], 0 * kept[1]), axis=1).ravel()
     return any(
         np.cumsum(changes[order]).max() > room for order, room in zip(rank_orders(schedule), problem.room, strict=True)
     )
@@ -217,8 +217,7 @@ def _search(
 
 def _refusal(problem: ScheduleProblem) -> ScheduleError:
     """Names the tightest rank, its room, and the bytes of one microbatch there."""
-    most = problem.costs.most()
-    kept = [sum(int(most.activation_bytes[stage]) for stage in stages) for stages in problem.placement.stages]
+    kept = [sum(problem.costs.kept_bytes[stage] for stage in stages) for stages in problem.placement.stages]
     rank = min(range(len(kept)), key=lambda each: problem.room[each] - kept[each])
     room = problem.room[rank]
     return ScheduleError(

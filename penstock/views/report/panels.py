@@ -295,7 +295,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     for crossing in condensed.crossings:
         what = f"{counted(len(crossing.values), 'tensor')}, {bytes_text(crossing.forward_bytes)} → {crossing.consumer}"
         sends.setdefault(crossing.producer, []).append(what)
-    rows, kept = [], costs.most().activation_bytes
+    rows, kept = [], costs.kept_bytes
     for stage, names in enumerate(plan.partition.stages[:MAX_ROWS]):
         size = condensed.parameter_size(plan.graph[name] for name in names)
         sent = sends.get(stage, ["nothing"])
