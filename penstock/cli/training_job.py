@@ -24,7 +24,7 @@ from penstock.cli.options import Example
 from penstock.cli.plan import LossExample, PlanFlags
 from penstock.cli.train_log import STEPS, TrainLog
 from penstock.cli.user_code import UserFunction, user_errors, user_function
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -195,7 +195,7 @@ def loss_example(loss: str | None, data: str, device: Any = None) -> "Iterator[L
         with redirect_stdout(sys.stderr):
             batch = next(_batches_from(batches, 0, device), None)
         if batch is None:
-            raise PenstockError("the data function must return batches", function=batches.name, hint=_DATA_BODY)
+            raise RunError("the data has no batches", hint="a data function that yields at least one")
         yield LossExample(function, step_call(batch, has_loss_fn=function is not None))
 
 
