@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime.compile import RankProgram
+from penstock.runtime.step_compiler import RankProgram
 
 
 class Storages(TorchDispatchMode):

@@ -12,7 +12,7 @@ The files, in the order in which to read them:
     granularity.py    which modules are blocks: they stay whole
     hooks.py          intercepts modules, autograd functions and scripted functions; disables the user's hooks
     functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
-    draws.py          random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
+    random_draws.py   random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
     tensor_table.py   names of tensors, shared memory; tensors.py: dtypes, gradients, memory and content of tensors
     arguments.py      arguments as plain data; structures.py: results as text; objects.py: inside arbitrary objects
     effects.py        side effects of a call; call_context.py: grad mode and autocast around it
@@ -21,12 +21,12 @@ The files, in the order in which to read them:
     graph_builder.py  the Graph of a record
     fingerprint.py    signatures of batches and models; guards.py: values that a batch must have for a recording to hold
     description.py    models and recordings as text, which ranks compare
+    split_output_layer.py  the output layer and its loss in shards along the vocabulary
     lru_cache.py      a bounded cache
 """
 
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
-from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
@@ -47,8 +47,20 @@ from penstock.capture.objects import (
     object_items,
     register_containers,
 )
+from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
+from penstock.capture.split_output_layer import (
+    RowSlice,
+    find_head,
+    row_slices,
+    shard_vocabulary,
+    sharded_granularity,
+    sharded_head,
+    unsharded_granularity,
+    whole_parameters,
+    with_loss,
+)
 from penstock.capture.tensors import (
     ROUNDING,
     as_real,
@@ -63,15 +75,4 @@ from penstock.capture.tensors import (
     spec_of,
     storage_id,
     tensors_in,
-)
-from penstock.capture.vocabulary import (
-    RowSlice,
-    find_head,
-    row_slices,
-    shard_vocabulary,
-    sharded_granularity,
-    sharded_head,
-    unsharded_granularity,
-    whole_parameters,
-    with_loss,
 )

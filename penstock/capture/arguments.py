@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import resolve_name
 
-from penstock.capture.draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
 from penstock.capture.functions import WholeFunction
 from penstock.capture.objects import holds_tensors, user_line
+from penstock.capture.random_draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
 from penstock.capture.tensors import same_content
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from penstock.capture.draws import DrawSeed
 from penstock.capture.fingerprint import Fingerprinter, batch_signature
 from penstock.capture.granularity import Granularity
 from penstock.capture.guards import InputGuards
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
+from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recorder import WholeFunctions
 from penstock.capture.recording import Recording, make_recording, run_with_draws
 from penstock.capture.replay import ArgumentReader, Getter, Replay, Values, WrapModule

@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.capture.arguments import FunctionApply
-from penstock.capture.draws import PythonDraw
 from penstock.capture.functions import WholeFunction
 from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
 from penstock.capture.objects import register_class_of, register_containers
+from penstock.capture.random_draws import PythonDraw
 from penstock.capture.structures import structure_of
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id, tensors_in

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, torch_generators
 from penstock.capture.hooks import without_user_hooks
+from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
 from penstock.capture.structures import TENSOR

@@ -31,16 +31,6 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import ArgumentWriter, FunctionApply, short_name
 from penstock.capture.call_context import ContextTracker
-from penstock.capture.draws import (
-    RANDOMNESS_HINT,
-    DrawnArray,
-    DrawnNumber,
-    DrawSeed,
-    PythonDraw,
-    hash_name,
-    python_seeded,
-    seed_torch,
-)
 from penstock.capture.effects import ArgumentContents, CallEffects, runs_python
 from penstock.capture.function_kinds import (
     GRADIENT_FUNCTIONS,
@@ -57,11 +47,21 @@ from penstock.capture.functions import WholeFunction, enclosing_function
 from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
+from penstock.capture.random_draws import (
+    RANDOMNESS_HINT,
+    DrawnArray,
+    DrawnNumber,
+    DrawSeed,
+    PythonDraw,
+    hash_name,
+    python_seeded,
+    seed_torch,
+)
+from penstock.capture.split_output_layer import ShardedLogits
 from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall, held_tensors
-from penstock.capture.vocabulary import ShardedLogits
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
@@ -195,8 +195,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """`seed` determines the random numbers of all recorded calls.
 
-        `exposed_seed` determines the numbers that Python code sees where it draws with Python or numpy (`draws.py`).
-        Every call is run inside of a context that `around_calls` makes.
+        `exposed_seed` determines the numbers that Python code sees where it draws with Python or numpy
+        (`random_draws.py`). Every call is run inside of a context that `around_calls` makes.
         """
         super().__init__()
         self.steps: list[Call | Guard] = []

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.arguments import short_name, unknown_origin
-from penstock.capture.draws import FIRST_SEED, DrawSeed, intercept_draws
 from penstock.capture.fingerprint import model_settings
 from penstock.capture.functions import intercept_functions
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
@@ -36,6 +35,7 @@ from penstock.capture.hooks import (
 )
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.objects import copy_leaf, register_containers
+from penstock.capture.random_draws import FIRST_SEED, DrawSeed, intercept_draws
 from penstock.capture.recorder import (
     BypassedBlock,
     LeakyBlock,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.call_context import entered
-from penstock.capture.draws import DrawSeed, hash_name, python_seeded, seed_torch
 from penstock.capture.hooks import has_user_hooks
+from penstock.capture.random_draws import DrawSeed, hash_name, python_seeded, seed_torch
 from penstock.capture.recording import Recording
 from penstock.capture.structures import TENSOR, structure_of
 from penstock.capture.tensors import device_of, spec_of

@@ -11,7 +11,7 @@ The files, in the order in which to read them:
     schedule.py         Schedule and Program: orders before and after lowering
     costs.py            seconds and bytes per stage; training_state.py: gradients and optimizer
     cluster.py          ranks, memory and links; devices.py: speed of a device, presets
-    timing.py           runs orders to their end, or to where they block
+    order_times.py      runs orders to their end, or to where they block
     trace.py            when every action and message of a step happened
     plan.py             the choices for one model, with the predicted step; run.py: a training that followed them
     record.py           one forward of a model as a list of calls, for `penstock.capture`
@@ -82,6 +82,17 @@ from penstock.ir.graph import (
 )
 from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
 from penstock.ir.notebook import html_page, html_table, paragraph, preformatted
+from penstock.ir.order_times import (
+    Length,
+    Needs,
+    Seconds,
+    find_waits,
+    look_up_seconds,
+    pass_seconds,
+    schedule_length,
+    walk,
+    walk_passes,
+)
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,
@@ -125,17 +136,6 @@ from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
-from penstock.ir.timing import (
-    Length,
-    Needs,
-    Seconds,
-    find_waits,
-    look_up_seconds,
-    pass_seconds,
-    schedule_length,
-    walk,
-    walk_passes,
-)
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState
 from penstock.ir.units import (

@@ -1,7 +1,8 @@
 """Seconds and bytes per stage, and their computation from a Profile and a Partition.
 
 The cost model is in four places: the costs of stages here, those of messages and of the machine in `cluster.py` (Link,
-Overhead, slowness), memory that is not of one pass in `training_state.py`, and how they add up in time in `timing.py`.
+Overhead, slowness), memory that is not of one pass in `training_state.py`, and how they add up in time in
+`order_times.py`.
 
 A new term of passes, such as the seconds of a collective, is a field of NodeCost and a field of the same name of
 StageCosts, with the metadata SECONDS or BYTES, by which code that treats all terms alike finds it (checks, sums over

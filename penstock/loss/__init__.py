@@ -5,7 +5,7 @@ microbatch. `probe.py` explains the identity that it rests on.
 
     microbatch_weights.py  LossWeights: the weights of every step, and warnings; replicas.py: weights among all replicas
     find_weights.py        whether weights can be counted, must be evaluated in every step, or do not exist
-    counted_weights.py     weights that are the shares of samples, labels or a mask
+    reductions.py          mean, tokens and sum: weights that are the shares of samples, labels or a mask
     probe.py               compares gradients for some samples together with those for the same samples in parts
     samples.py             selects samples of a batch and makes outputs for them
     find_losses.py         finds the losses in the result of a model or a loss function
@@ -17,9 +17,9 @@ microbatch. `probe.py` explains the identity that it rests on.
 
 from penstock.loss.added import ADDED_COLLECTOR, Added, add_loss, added_losses, collect_added
 from penstock.loss.added_weights import AddedLosses
-from penstock.loss.counted_weights import REDUCTIONS, weighted_sum
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of, losses_of_function
 from penstock.loss.function import loss_module
 from penstock.loss.microbatch_weights import LossStep, LossWeights
 from penstock.loss.probe import FunctionTracker
+from penstock.loss.reductions import REDUCTIONS, weighted_sum
 from penstock.loss.replicas import agree_on_names

@@ -8,10 +8,10 @@ from torch import Tensor
 from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
-from penstock.loss.counted_weights import Count, Kind
 from penstock.loss.microbatch_weights import LossStep
 from penstock.loss.noise import Noise
 from penstock.loss.probe import Evaluation, Probe, evaluation
+from penstock.loss.reductions import Count, Kind
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import choose_parts
 

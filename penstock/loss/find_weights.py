@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
-from penstock.loss.counted_weights import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.probe import Evaluate, Evaluation, Probe
+from penstock.loss.reductions import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.samples import LARGE, Part, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE

@@ -10,12 +10,12 @@ from torch import Tensor
 from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
-from penstock.loss.counted_weights import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.probe import VALUE_FACTOR
+from penstock.loss.reductions import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions

@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.batches import Microbatch
 from penstock.errors import RunError
 from penstock.ir import transform
-from penstock.loss.counted_weights import Piece
 from penstock.loss.find_weights import INSEPARABLE, Decision
+from penstock.loss.reductions import Piece
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12

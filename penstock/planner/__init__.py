@@ -5,21 +5,21 @@ candidates.py               layouts (cuts and placement) for the options, and pl
 plan_search.py              `search`: the best candidate within a budget of seconds
 explain.py                  why the plan was chosen, why others lost, why none fits
 synthesis/                  orders made for given costs, and lower bounds of any order
-devices.py                  `search_devices`: replicas x pipeline ranks x tensor parallelism over a number of devices
+device_search.py            `search_devices`: replicas x pipeline ranks x tensor parallelism over a number of devices
 tensor_parallel_costs.py    the costs of stages whose tensors are split over ranks
 resize.py                   plans and profiles for other numbers and sizes of microbatches
 token_groups.py             microbatches of at most N padded tokens, and their order
 streams.py                  steps without a flush between them, and the staleness of their weights
 slow_ranks.py               finds a slow rank while training, with advice
-recording.py                passes recorded by any framework; recording_files.py reads them
+recorded_training.py        passes recorded by any framework; recording_files.py reads them
 what_if.py                  where the time of a recording goes, and what would be faster
 """
 
 from penstock.planner.candidates import Measured
-from penstock.planner.devices import DevicePool, compare_layouts, predict_layout, search_devices
+from penstock.planner.device_search import DevicePool, compare_layouts, predict_layout, search_devices
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
-from penstock.planner.recording import RecordedPass, RecordedStep, RecordedTraining
+from penstock.planner.recorded_training import RecordedPass, RecordedStep, RecordedTraining
 from penstock.planner.recording_files import read_recording
 from penstock.planner.resize import interpolate_profile, resized_schedule, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor

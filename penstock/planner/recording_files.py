@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
-from penstock.planner.recording import (
+from penstock.planner.recorded_training import (
     PASSES,
     RecordedPass,
     RecordedStep,

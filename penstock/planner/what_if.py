@@ -24,7 +24,7 @@ from penstock.ir import (
     percent_text,
     seconds_text,
 )
-from penstock.planner.recording import RecordedStep, RecordedTraining
+from penstock.planner.recorded_training import RecordedStep, RecordedTraining
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
 from penstock.schedules import SCHEDULES, build
 

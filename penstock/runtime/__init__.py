@@ -8,12 +8,12 @@ The files of one training step, in the order in which it enters them:
     token_budget.py      microbatches of similar lengths, with budget_tokens
     sync.py              votes of all ranks at the begin and the end; agreement.py: what they must agree on
     batch_comparison.py  compares the batches of ranks
-    compile.py           the actions of this rank as calls
+    step_compiler.py     the actions of this rank as calls
     executor.py          runs these calls; StageRunner: forward, backward and weight gradient of a stage
-    transports/          messages between ranks; staging.py: through the memory of the host, reads of a device
+    transports/          messages between ranks; host_memory.py: copies between host and device
     loss_head.py         the loss of a microbatch, and warnings if it is not that of the batch
     gradients.py         sums over replicas and tied parameters; norms and clipping
-    health.py            finds NaN and Inf
+    nonfinite.py         finds NaN and Inf
     outputs.py           merges the outputs of microbatches
     trace.py             the measured times as a Trace
 
@@ -40,7 +40,6 @@ Other ways to train:
 from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
-from penstock.runtime.compile import message_key
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import Call, RankProgram, located_error, watch_step
 from penstock.runtime.gradients import (
@@ -63,6 +62,7 @@ from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
+from penstock.runtime.step_compiler import message_key
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, NamedTensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.tensor_parallel import shard_like

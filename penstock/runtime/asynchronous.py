@@ -21,7 +21,6 @@ from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
-from penstock.runtime.compile import Edges, Roots, StepCompiler
 from penstock.runtime.engine import Engine, generators_restored, mix_seed, step_options
 from penstock.runtime.executor import (
     ActionTimes,
@@ -40,6 +39,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
 from penstock.runtime.step import LOSS_DTYPES, NO_LOSS, LossVote, Result, Step
+from penstock.runtime.step_compiler import Edges, Roots, StepCompiler
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport

@@ -31,7 +31,6 @@ from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.batch_comparison import BatchComparison
-from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -42,14 +41,15 @@ from penstock.runtime.executor import (
     execute_local,
     watch_step,
 )
-from penstock.runtime.health import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
+from penstock.runtime.host_memory import read_scalars
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
+from penstock.runtime.nonfinite import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
-from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, SplitBatch, Step, StepSnapshot
+from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
 from penstock.runtime.token_budget import (

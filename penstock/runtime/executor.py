@@ -1,6 +1,6 @@
 """Runs the compiled actions of a step: the order of each rank, and the passes of this process's stages in it.
 
-`compile.py` turns the order of a rank into a RankProgram, whose actions call the methods of one StageRunner.
+`step_compiler.py` turns the order of a rank into a RankProgram, whose actions call the methods of one StageRunner.
 """
 
 import logging
@@ -19,10 +19,10 @@ from penstock.capture import DrawSeed, call_hook
 from penstock.errors import PenstockError, RunError
 from penstock.ir import ComputeAction, Message, Overlap, decode_one
 from penstock.loss import ADDED_COLLECTOR, Added
-from penstock.runtime.health import NonfiniteProbe
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.nonfinite import NonfiniteProbe
 from penstock.runtime.step import Step
 from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
 from penstock.stages import StageRun

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
+from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.tensor_parallel import (
     ParameterLayout,

@@ -14,8 +14,8 @@ from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
 from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.host_memory import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.step import SplitBatch
 from penstock.stages import Ownership
 

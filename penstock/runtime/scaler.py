@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.ir import as_int, is_finite
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import all_finite
+from penstock.runtime.nonfinite import all_finite
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 

@@ -12,9 +12,9 @@ from penstock.capture import Recording
 from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.planner import TokenGroup
-from penstock.runtime.health import Extremes
+from penstock.runtime.host_memory import read_scalars
 from penstock.runtime.model_part import BufferName
-from penstock.runtime.staging import read_scalars
+from penstock.runtime.nonfinite import Extremes
 
 LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """the dtypes that a loss may have; ranks exchange the index in this tuple"""

@@ -21,11 +21,11 @@ from penstock.capture import LruCache, spec_of
 from penstock.errors import RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
-from penstock.runtime.compile import Edges, compile_rank
 from penstock.runtime.executor import LOSS, LocalSlot, Pass, RankProgram, execute
 from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.step_compiler import Edges, compile_rank
 from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.transports import DescribedTransport, make_transport
 from penstock.stages import DeferredAccumulator, ForwardRun

@@ -12,7 +12,7 @@ from penstock.errors import FormatError
 from penstock.ir import Cluster, StageCosts, Trace, to_json
 from penstock.passes import lower
 from penstock.planner import RecordedPass, RecordedStep, RecordedTraining, read_recording, what_if, what_if_document
-from penstock.planner.recording import recording_of_traces
+from penstock.planner.recorded_training import recording_of_traces
 from penstock.planner.recording_files import COLUMNS, recording_of_rows
 from penstock.schedules import build
 from penstock.simulate import simulate

@@ -17,7 +17,7 @@ import penstock
 from penstock.launch import group_device
 from penstock.measure.timing import Clock
 from penstock.runtime.executor import ActionTimes, DeviceTimes, action_times
-from penstock.runtime.staging import is_staged, read_scalars, to_host
+from penstock.runtime.host_memory import is_staged, read_scalars, to_host
 
 CUDA = torch.device("cuda", 0)
 STAGED = tuple(f"penstock.runtime.{name}.is_staged" for name in ("transports.distributed", "gradients", "inputs"))

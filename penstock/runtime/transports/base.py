@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from penstock.capture import as_real, from_real
 from penstock.errors import RunError
 from penstock.ir import Value
-from penstock.runtime.staging import host_buffer
+from penstock.runtime.host_memory import host_buffer
 
 Tensors = Sequence[Tensor | None]
 MessageKey = tuple[int, int, int]

@@ -17,8 +17,8 @@ from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.host_memory import HOST, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
-from penstock.runtime.staging import HOST, to_device, to_host
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 
 HEADER_BYTES = 4096

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.host_memory import HOST, is_staged, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
-from penstock.runtime.staging import HOST, is_staged, to_device, to_host
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
 
 

@@ -1,4 +1,4 @@
-"""Weights that follow from counting samples, labels or a mask, without evaluating the loss."""
+"""The reductions of losses: the weights of microbatches from counting samples, labels or a mask."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
