@@ -1,7 +1,7 @@
 """Splits the arguments and the target of a step into microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -41,8 +41,7 @@ class Columns(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """The arguments of the model and the target of the loss for some samples of a batch; tensors are views of it."""
 
     args: tuple[Any, ...]
@@ -87,18 +86,18 @@ class Microbatch:
             return value.split(lengths, cut.dim)  # type: ignore[no-any-return]
 
         args = [pieces(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
-        kwargs = [(name, pieces(arg, name)) for name, arg in self.kwargs.items()]
+        kwargs = [pieces(arg, name) for name, arg in self.kwargs.items()]
         # Without a target, a cut of this name is that of an argument of the forward.
         targets = [None] * len(sizes) if self.target is None else pieces(self.target, TARGET)
-        has_offsets, cuts = any(cut.offsets for cut in self.cuts.values()), self.cuts
-        made = []
-        for index, size in enumerate(sizes):
-            if has_offsets:
-                cuts = {name: cut.within(starts[index], size) for name, cut in self.cuts.items()}
-            own_args = tuple([column[index] for column in args])
-            own_kwargs = {name: column[index] for name, column in kwargs}
-            made.append(Microbatch(own_args, own_kwargs, targets[index], size, cuts, self.names))
-        return tuple(made)
+        cuts = [self.cuts] * len(sizes)
+        if any(cut.offsets for cut in self.cuts.values()):
+            pairs = zip(starts, sizes, strict=False)
+            cuts = [{name: cut.within(start, size) for name, cut in self.cuts.items()} for start, size in pairs]
+        nothing = [()] * len(sizes)
+        args_of = list(zip(*args, strict=True)) or nothing
+        kwargs_of = [dict(zip(self.kwargs, row, strict=True)) for row in list(zip(*kwargs, strict=True)) or nothing]
+        rows = zip(args_of, kwargs_of, targets, sizes, cuts, strict=True)
+        return tuple([Microbatch(*row, self.names) for row in rows])
 
     def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
         """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
@@ -156,7 +155,7 @@ def select_columns(columns: Columns) -> Microbatch:
         # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
         return value.index_select(0, index[value.device])
 
-    return replace(whole.map_cuts(chosen, len(columns.samples)), columns=columns)
+    return whole.map_cuts(chosen, len(columns.samples))._replace(columns=columns)
 
 
 def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:

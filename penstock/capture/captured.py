@@ -224,7 +224,7 @@ class Captured:
         """The microbatches of a step. Names and signatures are found once for microbatches of one kind."""
         parameters = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
-        no_cache = without_cache(self.model, {})
+        no_cache = without_cache(self.model, {}, self._fingerprinter.modules.values())
         last_kind, signature = object(), None
         positions: list[tuple[str, int]] | None = None
         """names and positions of the arguments of the last kind, if all of them are different tensors"""
@@ -374,13 +374,16 @@ class Captured:
         return bool(self.recording(args, kwargs).shared_draws)
 
 
-def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(
+    model: nn.Module, kwargs: dict[str, Any], modules: Iterable[nn.Module] | None = None
+) -> dict[str, Any]:
     """The keyword arguments with use_cache=False for a Hugging Face model that would return a key-value cache.
 
-    The cache is an object that holds tensors, and only generation uses it.
+    The cache is an object that holds tensors, and only generation uses it. `modules`: all of the model, if known.
     """
     # The decoder of an encoder-decoder has a configuration of its own, and that of a multimodal model has one for text.
-    attributes = (getattr(model, "config", None), *(vars(module).get("config") for module in model.modules()))
+    inner = [vars(module).get("config") for module in modules or model.modules()]
+    attributes = (getattr(model, "config", None), *inner)
     distinct = {id(config): config for config in attributes if config is not None}
     configs = [part for config in distinct.values() for part in (config, *getattr(config, "__dict__", {}).values())]
     uses_cache = any(getattr(config, "use_cache", False) is True for config in configs)

@@ -63,7 +63,8 @@ class Fingerprinter:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = {}
+        """all modules of the model, when the fingerprint was last computed"""
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         """every module with its submodules"""
         self._blocks: dict[str, nn.Module] = {}
@@ -75,10 +76,10 @@ class Fingerprinter:
         Until the next recording they change only with the modules of the model: everything else that determines the
         blocks is part of the fingerprint.
         """
-        self._modules = dict(self._model.named_modules())
-        self._children = [(module, list(module._modules.items())) for module in self._modules.values()]
+        self.modules = dict(self._model.named_modules())
+        self._children = [(module, list(module._modules.items())) for module in self.modules.values()]
         self._blocks = granularity.find_blocks(self._model)
-        self._opened = _opened_modules(self._modules.values(), self._blocks)
+        self._opened = _opened_modules(self.modules.values(), self._blocks)
 
     def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
         """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
@@ -86,7 +87,7 @@ class Fingerprinter:
         is_known = [list(module._modules.items()) == children for module, children in self._children]
         if not is_known or not all(is_known):
             self.find_modules(granularity)
-        modules, settings = self._modules, _settings(self._blocks, self._opened)
+        modules, settings = self.modules, _settings(self._blocks, self._opened)
         state = [
             tensor
             for module in modules.values()

@@ -32,9 +32,10 @@ class LruCache(Generic[K, V]):
 
     def find(self, key: K) -> V | None:
         """The value of a key, or None; marks it as used."""
-        if key not in self._entries:
+        try:
+            self._entries.move_to_end(key)
+        except KeyError:
             return None
-        self._entries.move_to_end(key)
         return self._entries[key]
 
     def put(self, key: K, value: V) -> list[V]:

@@ -6,7 +6,6 @@ Replicas can only sum numbers. They compare a number by its sum and the sum of i
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -45,7 +44,7 @@ def reference_sample(microbatch: Microbatch) -> Microbatch:
 
     sample = microbatch.take(0, 1)
     args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
-    return replace(sample, args=args, kwargs=kwargs, target=target)
+    return sample._replace(args=args, kwargs=kwargs, target=target)
 
 
 def agree_on_names(replicas: Replicas, names: Iterable[str]) -> None:

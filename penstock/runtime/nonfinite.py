@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,12 +44,13 @@ class Extremes:
 
     def nonfinite_stages(self) -> tuple[set[int], set[int]]:
         """The stages with NaN or Inf in an output, and those with one in a gradient."""
-        pairs = [(key, extreme) for key, extremes in self._extremes.items() for extreme in extremes]
-        # Read at once, because on a GPU every read waits for the device.
-        values = torch.stack([extreme for _, extreme in pairs]).tolist() if pairs else []
         found: tuple[set[int], set[int]] = (set(), set())
-        for ((stage, is_gradient), _), value in zip(pairs, values, strict=True):
-            if not math.isfinite(value):
+        everything = list(chain.from_iterable(self._extremes.values()))
+        # Read at once, because on a GPU every read waits for the device.
+        values = iter(torch.stack(everything).tolist() if everything else ())
+        for (stage, is_gradient), extremes in self._extremes.items():
+            own_values = list(islice(values, len(extremes)))
+            if not all(map(math.isfinite, own_values)):
                 found[is_gradient].add(stage)
         return found
 

@@ -203,5 +203,11 @@ class StepSnapshot:
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:
     """Whether `tensor` can be copied into `memory` in place."""
-    specs = [(type(each), each.dtype, each.device, each.layout, each.shape) for each in (memory, tensor)]
-    return specs[0] == specs[1] and not tensor.is_sparse
+    return (
+        type(memory) is type(tensor)
+        and memory.shape == tensor.shape
+        and memory.dtype == tensor.dtype
+        and memory.device == tensor.device
+        and memory.layout == tensor.layout
+        and not tensor.is_sparse
+    )

@@ -158,18 +158,18 @@ class Stage(nn.Module):
 
     def _replay(self, recording: Recording) -> Replay:
         """The calls of this stage in a recording, prepared once."""
+        key = (recording, self.recomputes)
+        return self._replays.find(key) or self._replays.get(key, lambda: self._prepare_replay(recording))
 
-        def make() -> Replay:
-            captured = self._captured[0]
-            for name, module in self._leaves[0].items():
-                if captured.model.get_submodule(name) is not module:
-                    hint = "capture and split again"
-                    raise PartitionError("a module was replaced after the split", module=name, hint=hint)
-            fit = self._cut[0].fit(recording)
-            wrap = Recompute(self, recording.graph) if self.recomputes else None
-            return captured.replay(recording, fit.nodes[self.stage_index], self, fit.leaving[self.stage_index], wrap)
-
-        return self._replays.get((recording, self.recomputes), make)
+    def _prepare_replay(self, recording: Recording) -> Replay:
+        captured = self._captured[0]
+        for name, module in self._leaves[0].items():
+            if captured.model.get_submodule(name) is not module:
+                hint = "capture and split again"
+                raise PartitionError("a module was replaced after the split", module=name, hint=hint)
+        fit = self._cut[0].fit(recording)
+        wrap = Recompute(self, recording.graph) if self.recomputes else None
+        return captured.replay(recording, fit.nodes[self.stage_index], self, fit.leaving[self.stage_index], wrap)
 
 
 def leaving_values(partition: Partition, graph: Graph) -> list[tuple[str, ...]]:

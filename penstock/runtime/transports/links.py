@@ -125,14 +125,20 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def await_message(ring: Ring, link: Link, monitor: RankMonitor) -> None:
-    """Sleep until the ring has a message; raises a RuntimeError at the deadline, or if the other rank has ended."""
-    start = time.monotonic()
-    while not ring.await_message():
+def await_message(ring: Ring, link: Link, monitor: RankMonitor) -> tuple[int, int]:
+    """Sleep until the ring has a message, and return its header.
+
+    Raises a RuntimeError at the deadline, or if the other rank has ended.
+    """
+    start, header = time.monotonic(), ring.await_message()
+    while header is None:
         # Messages that were written before the other rank ended are still read.
-        link.check()
+        if link.is_closed:
+            link.check()
         if not link.wait():
             monitor.check_deadline(start)
+        header = ring.header() or ring.await_message()
+    return header
 
 
 def await_ring(link: Link, monitor: RankMonitor) -> Ring:
@@ -167,9 +173,7 @@ class ByteChannel:
         if self._received is None:
             self._received = await_ring(self._link, monitor)
         ring = self._received
-        if not ring.has_message:
-            await_message(ring, self._link, monitor)
-        _, size = ring.header()
+        _, size = ring.header() or await_message(ring, self._link, monitor)
         data = ring.read(size)
         ring.free()
         return data

@@ -161,24 +161,24 @@ class Ring:
 
     # ----------------------------------------------------------------------------------------------------- receiver
 
-    @property
-    def has_message(self) -> bool:
-        """Whether a slot was written that was not freed."""
-        return self.counters[_WRITTEN] != self._position
+    def header(self) -> tuple[int, int] | None:
+        """Tag of the message in the current slot, and its whole size in bytes; None if there is no message yet."""
+        counters = self.counters
+        if counters[_WRITTEN] == self._position:
+            return None
+        if not _KEEPS_ORDER:
+            memory_barrier()  # the counter was read before the content
+        header = self._start // 8
+        return counters[header], counters[header + 1]
 
-    def await_message(self) -> bool:
-        """Ask the sender to wake this process after its next message; returns whether there is one already."""
+    def await_message(self) -> tuple[int, int] | None:
+        """Ask the sender to wake this process after its next message; returns the header if there is one already."""
         self.counters[_IS_AWAITED] = 1
         memory_barrier()
-        if not self.has_message:
-            return False
-        self.counters[_IS_AWAITED] = 0
-        return True
-
-    def header(self) -> tuple[int, int]:
-        """Tag of the message in the current slot, and its whole size in bytes."""
-        header = self._start // 8
-        return self.counters[header], self.counters[header + 1]
+        header = self.header()
+        if header is not None:
+            self.counters[_IS_AWAITED] = 0
+        return header
 
     def free(self) -> None:
         """Let the sender overwrite the current slot."""

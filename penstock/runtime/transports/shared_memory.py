@@ -296,21 +296,19 @@ class _Inbox:
         while True:
             ring = self._ring
             if ring is not None:
-                if not ring.has_message:
-                    self._wait(route, ring)
-                tag, size = ring.header()
+                tag, size = ring.header() or self._wait(route, ring)
                 if tag != MOVED:
                     return ring, tag, size
             self._monitor.waiting(route.code, route.peer)
             self._ring = await_ring(self._link, self._monitor)
 
-    def _wait(self, route: Route, ring: Ring) -> None:
-        """Wait until the ring has a message."""
+    def _wait(self, route: Route, ring: Ring) -> tuple[int, int]:
+        """Wait until the ring has a message, and return its header."""
         for _ in range(self._spins):
-            if ring.has_message:
-                return
+            if header := ring.header():
+                return header
         self._monitor.waiting(route.code, route.peer)
-        await_message(ring, self._link, self._monitor)
+        return await_message(ring, self._link, self._monitor)
 
     def error(self, route: Route, error: RuntimeError) -> RunError:
         """The error to raise when waiting for a message failed."""
