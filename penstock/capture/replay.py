@@ -138,6 +138,7 @@ class Replay:
         called = _returning_arguments(function) if call.changes_arguments else function
         wrapped = self._wrap(call.name, called) if self._wrap and call.is_module else called
         args, kwargs = self._arguments.getter(call.args), self._arguments.getter(call.kwargs)
+        only = _only_argument(call)
         results, structure, writes = call.results.values, call.results.structure, call.writes
         updates = [(new, self._updated_buffer(new, state)) for new, state in call.results.updates]
         record, graph = self._recording.record, self._recording.graph
@@ -152,7 +153,7 @@ class Replay:
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run_plain(values: Values) -> None:
-            result = wrapped(*args(values), **kwargs(values))
+            result = wrapped(values[only]) if only else wrapped(*args(values), **kwargs(values))
             if not isinstance(result, Tensor):
                 raise _data_dependent(call.name, scope, line, structure, structure_of(result))
             values[results[0]] = result
@@ -321,6 +322,14 @@ def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*copies[0], **copies[1]), *copies
 
     return call
+
+
+def _only_argument(call: Call) -> str:
+    """The value that a call has as its only argument, as those of most blocks; "" for any other call."""
+    args, kwargs = call.args, call.kwargs
+    if not isinstance(args, Container) or not isinstance(kwargs, Container) or len(args.items) != 1 or kwargs.items:
+        return ""
+    return args.items[0].value if isinstance(args.items[0], Ref) else ""
 
 
 def _reads(step: Call | Guard) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ class StageRunner:
         for names, target in stage_pass.targets:
             # Another stage of this rank must see which values require a gradient.
             values = outputs if isinstance(target, LocalSlot) else detached
-            target.put([values[name] for name in names])
+            target.put(list(map(values.__getitem__, names)))
 
     def backward(self, stage_pass: Pass) -> None:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
@@ -210,7 +210,7 @@ class StageRunner:
         else:
             returned = self._runs.pop((stage, microbatch)).backward(gradients)
         for names, target in stage_pass.targets:
-            target.put([returned.get(name) for name in names])
+            target.put(list(map(returned.get, names)))
 
     def weight_grad(self, stage_pass: Pass) -> None:
         """Compute the weight gradients of a split backward; a no-op if backward was not split."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class StageRun(ForwardRun):
         """
         self.stage = stage
         super().__init__(
-            lambda values: stage(recording, inputs, values, seed),
+            partial(stage, recording, inputs, seed=seed),
             incoming,
             stage.accumulate_deferred,
             written=recording.graph.written,
