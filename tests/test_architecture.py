@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +46,12 @@ OPTIONAL = ("torch", "transformers", "ortools", "pymetis", "matplotlib", "pydant
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file; to walk over all files takes a second."""
+    return list(ast.walk(tree_of(path)))
 
 
 def package_of(path: Path) -> str:
@@ -87,7 +93,7 @@ def imported_modules(path: Path, node: ast.AST) -> list[str]:
     return []
 
 
-def imports(path: Path, nodes: Iterator[ast.AST]) -> Iterator[tuple[ast.AST, str, str | None]]:
+def imports(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.AST, str, str | None]]:
     """Every import among the nodes: the node, the module, and the package of penstock that the module belongs to."""
     known = {package for level in LEVELS for package in level}
     for node in nodes:
@@ -127,7 +133,7 @@ def test_packages_import_only_packages_of_earlier_levels_even_inside_functions()
     upward = [
         at(path, node, f"{package_of(path)} imports {package}")
         for path in FILES
-        for node, _, package in imports(path, ast.walk(tree_of(path)))
+        for node, _, package in imports(path, nodes_of(path))
         if package not in (None, package_of(path)) and level_of(package) >= level_of(package_of(path))
     ]
     assert_none(upward)
@@ -138,7 +144,7 @@ def test_planning_packages_import_no_torch_even_inside_functions() -> None:
         at(path, node, f"imports {module}")
         for path in FILES
         if package_of(path) in PLANNING
-        for node, module, package in imports(path, ast.walk(tree_of(path)))
+        for node, module, package in imports(path, nodes_of(path))
         if module.split(".")[0] == "torch" or package in LOADS_TORCH
     ]
     assert_none(impure)
@@ -174,7 +180,7 @@ def test_nothing_registers_itself() -> None:
     registering = [
         at(path, node, "registers by decorator or by being subclassed")
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and (node.name == "__init_subclass__" or any("register" in ast.unparse(item) for item in node.decorator_list))
     ]
@@ -185,7 +191,7 @@ def test_no_code_is_loaded_from_data() -> None:
     calls = [
         at(path, node, ast.unparse(node.func))
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and name_of(node.func) in ("eval", "exec", "compile", "load")
         and ast.unparse(node.func) in ("eval", "exec", "compile", "torch.load")
@@ -193,7 +199,7 @@ def test_no_code_is_loaded_from_data() -> None:
     modules = [
         at(path, node, module)
         for path in FILES
-        for node, module, _ in imports(path, ast.walk(tree_of(path)))
+        for node, module, _ in imports(path, nodes_of(path))
         if module.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
     ]
     assert_none(calls + modules)

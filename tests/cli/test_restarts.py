@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,18 +19,27 @@ from benchmarks.torchrun_kills import LIMIT_SECONDS, Torchrun, killed_agents
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
 from penstock.cli.train_log import read_steps
-from penstock.launch import ALLOW_VARIABLE, StatusFile
+from penstock.launch import ALLOW_VARIABLE, RestartPolicy, StatusFile
 from tests.cli.checkpoint_runs import LASTING, in_a_copy
 from tests.leftovers import tidy, wait_until
 
 __all__ = ["tidy"]
 
 
-def test_the_training_that_nothing_happens_to(clean: Outcome) -> None:
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts follow sooner; tests/launch/test_restart.py has the pauses."""
+    short = partial(RestartPolicy, first_pause_seconds=0.05)
+    # By its module: `penstock.launch` is a function.
+    monkeypatch.setattr(import_module("penstock.launch"), "RestartPolicy", short)
+
+
+def test_a_training_without_faults_ends_without_restarts(clean: Outcome) -> None:
     assert (clean.exit_code, clean.restarts, len(clean.losses), clean.bad) == (0, 0, STEPS, ())
 
 
-def test_several_breaks_in_a_row_change_no_loss_and_leave_files_that_only_the_user_can_read(
+@pytest.mark.usefixtures("short_pauses")
+def test_several_failures_in_a_row_change_no_loss_and_leave_files_that_only_the_user_can_read(
     training: ShortTraining, clean: Outcome
 ) -> None:
     breaks = ("kill,rank=1,step=5,action=4", "raise,rank=0,step=7,attempt=1", "exit,rank=1,save=9,attempt=2")
@@ -40,20 +51,25 @@ def test_several_breaks_in_a_row_change_no_loss_and_leave_files_that_only_the_us
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
 
 
-def test_checkpoints_that_are_written_beside_the_steps_are_as_good(training: ShortTraining, clean: Outcome) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_training_with_asynchronous_checkpoints_restarts_with_the_same_losses(
+    training: ShortTraining, clean: Outcome
+) -> None:
     found = training.run(["kill,rank=1,save=4", "kill,rank=0,step=8,attempt=1"], "--asynchronous")
     assert (found.exit_code, found.restarts, found.bad) == (0, 2, ())
     assert found.losses == clean.losses
     assert "step-000010" in {path.name for path in CheckpointDir(training.directory / "saved").checkpoints}
 
 
-def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_rank_that_hangs_is_restarted_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
     found = training.run(["stop,rank=1,step=5,action=3"], "--deadline", "5")
     assert (found.exit_code, found.restarts) == (0, 1)
     assert "timed out waiting" in found.output
     assert found.losses == clean.losses
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_the_same_error_at_the_same_step_twice_ends_it_with_one_report(training: ShortTraining) -> None:
     found = training.run(["raise,rank=1,step=5,action=4,attempt=every"])
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 1, 5)
@@ -61,6 +77,7 @@ def test_the_same_error_at_the_same_step_twice_ends_it_with_one_report(training:
     assert found.output.count("Traceback") <= 1
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_the_number_of_restarts_is_limited(training: ShortTraining) -> None:
     faults = [f"kill,rank=0,step={5 + attempt},attempt={attempt}" for attempt in range(3)]
     found = training.run(faults, "--restarts", "2")
@@ -68,7 +85,8 @@ def test_the_number_of_restarts_is_limited(training: ShortTraining) -> None:
     assert "the limit of --restarts" in found.output
 
 
-def test_a_rank_that_is_gone_for_good_is_planned_around(training: ShortTraining, clean: Outcome) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_rank_that_fails_permanently_leads_to_a_plan_for_fewer_ranks(training: ShortTraining, clean: Outcome) -> None:
     found = training.run(["kill,rank=1,step=5", "kill,rank=1,after=0,attempt=1"], "--min-ranks", "1", "--budget", "0")
     assert (found.exit_code, found.restarts) == (0, 2)
     assert "with 1 rank, because rank 1 failed permanently" in found.output
@@ -237,7 +255,7 @@ def test_a_stop_signal_between_two_attempts_prevents_a_restart(
     assert "stopped before the restart from step 3" in found.output
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTraining) -> None:
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_an_error(training: ShortTraining) -> None:
     found = training.run(["full-disk,rank=0,step=4"], steps=4)
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 4)
     assert "the last checkpoint was not written" in found.output

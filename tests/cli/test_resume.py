@@ -36,12 +36,12 @@ def stopped(training: ShortTraining, four_steps: Path) -> ShortTraining:
     return training
 
 
-def test_a_second_call_resumes_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
-    first = training.run(steps=4)
-    second = training.run((), "--resume", "auto", fresh=False)
-    third = training.run((), "--resume", "auto", fresh=False)
-    assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
-    assert names(training) == ["step-000010", "step-000009", "step-000006"]
+def test_a_second_call_resumes_and_a_third_has_nothing_to_do(stopped: ShortTraining, clean: Outcome) -> None:
+    first = tuple(metrics.loss for metrics in read_steps(stopped.directory / "out"))
+    second = stopped.run((), "--resume", "auto", fresh=False)
+    third = stopped.run((), "--resume", "auto", fresh=False)
+    assert (first, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
+    assert names(stopped) == ["step-000010", "step-000009", "step-000006"]
     assert f"nothing left to train: {STEPS} steps were asked for, and are done" in third.output
     assert "nothing left" not in second.output
 
@@ -59,7 +59,7 @@ def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) ->
     assert [text in output for _, output in (first, second, other)] == [False, True, False]
 
 
-def test_other_ranks_cut_batches_as_before(stopped: ShortTraining, clean: Outcome) -> None:
+def test_another_number_of_ranks_keeps_the_number_of_microbatches(stopped: ShortTraining, clean: Outcome) -> None:
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
     code, output = stopped.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
     assert code == 0, output
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) 
     assert "unexpected: 5.0.weight, 5.0.bias" in output
 
 
-def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(stopped: ShortTraining, clean: Outcome) -> None:
+def test_a_checkpoint_in_another_directory_is_resumed_from_by_its_path(stopped: ShortTraining, clean: Outcome) -> None:
     (stopped.directory / "saved").rename(stopped.directory / "elsewhere")
     found = stopped.run((), "--resume", "elsewhere/step-000003", fresh=False)
     assert found.losses[3:] == clean.losses[3:]
@@ -106,13 +106,13 @@ def test_random_data_of_numpy_and_python_resumes_exactly(training: ShortTraining
     assert training.run((), *drawn, "--resume", "auto", fresh=False, steps=5).losses == whole.losses
 
 
-def test_three_steps_that_are_not_finite_are_the_end(training: ShortTraining) -> None:
+def test_three_steps_in_a_row_that_are_not_finite_end_the_training(training: ShortTraining) -> None:
     (training.directory / "data.py").write_text(DATA)
     found = training.run((), "--data", "data.py:broken", "--every", 1)
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 3)
 
 
-def test_a_model_that_is_broken_does_not_prune_the_good_ones_and_stays_broken(training: ShortTraining) -> None:
+def test_checkpoints_with_nan_do_not_replace_finite_ones_and_fail_again_when_resumed(training: ShortTraining) -> None:
     (training.directory / "data.py").write_text(DATA)
     options = ("--optimizer", "data.py:breaking", "--every", 1, "--keep", 2)
     found = training.run((), *options)
@@ -122,14 +122,14 @@ def test_a_model_that_is_broken_does_not_prune_the_good_ones_and_stays_broken(tr
     assert (again.exit_code, "3 steps in a row" in again.output) == (5, True)
 
 
-def test_steps_that_were_left_out_before_a_stop_still_count(training: ShortTraining) -> None:
+def test_skipped_steps_before_a_stop_count_after_resuming(training: ShortTraining) -> None:
     (training.directory / "data.py").write_text(DATA)
     training.run((), "--data", "data.py:broken", steps=2)
     found = training.run((), "--data", "data.py:broken", "--resume", "auto", fresh=False)
     assert (found.exit_code, len(found.losses)) == (5, 3)
 
 
-def test_a_diary_that_was_spoilt_is_no_reason_to_stop(stopped: ShortTraining, clean: Outcome) -> None:
+def test_a_damaged_step_log_does_not_prevent_resuming(stopped: ShortTraining, clean: Outcome) -> None:
     with (stopped.directory / "out" / "steps.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
     assert stopped.run((), "--resume", "auto", fresh=False).losses == clean.losses

@@ -1,5 +1,6 @@
 """A plan may split the output layer along the vocabulary: losses, gradients and checkpoints are those of the model."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return words, labels
 
 
+@cache
 def planned(is_tied: bool, shards: int | None = 3) -> penstock.Plan:
     """A plan in which both ranks have a shard at least."""
     stages = [["embedding", "layers.0"], ["layers.1", "head"]]
