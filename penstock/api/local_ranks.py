@@ -23,25 +23,37 @@ from penstock.api.measuring import measure, measured_model
 from penstock.api.pipeline import Pipeline
 from penstock.capture import capture
 from penstock.errors import PenstockError, PenstockWarning
-from penstock.ir import Cluster, DeviceSpeed, Fact, Kind, Overhead, Plan, Trace, microbatch_of, peer_of, stage_of
+from penstock.ir import (
+    Cluster,
+    DeviceSpeed,
+    Fact,
+    Kind,
+    MessageCpu,
+    Overhead,
+    Plan,
+    Trace,
+    microbatch_of,
+    peer_of,
+    stage_of,
+)
 from penstock.launch import launch, num_cores
-from penstock.measure import Cache, device_name
+from penstock.measure import Cache, device_name, measure_copies
 from penstock.planner import Measured, PlanOptions, search
 
 VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
-_METHOD = 3
+_METHOD = 4
 """increased when the method of measuring changes: then cached results are not used"""
 _MICROBATCHES = 8
 _WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.3
-"""after the warm-up at least 4 rounds of each size, and more of them, up to 12, for 0.3 seconds"""
+"""after the warm-up at least 4 rounds, and more of them, up to 12, for 0.3 seconds"""
 _ATTEMPTS = 2
 """how often ranks are measured at most, if other load makes the result unreliable"""
 _TIMEOUT = 120.0
 _WAIT = 1e-3
 """seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""
-_WIDTH, _FEW_SAMPLES, _MANY_SAMPLES = 256, 16, 512
-"""of the values that are sent: 16 KiB and 512 KiB"""
+_WIDTH, _SAMPLES = 256, 16
+"""of the values that are sent: 16 KiB"""
 
 
 def local_ranks(ranks: int) -> Cluster:
@@ -99,20 +111,18 @@ class _Round(NamedTuple):
 
 def _measure_ranks() -> tuple[Cluster, bool]:
     """The costs of two ranks, and whether they are reliable: larger than the noise of the measurement."""
-    (few, many), (few_of_last, _) = launch(_run_rounds, 2, _plan(), timeout=_TIMEOUT)
-    rounds = list(zip(few, few_of_last, strict=True))
+    (first, copies), (last, _) = launch(_run_rounds, 2, _plan(), timeout=_TIMEOUT)
+    rounds = list(zip(first, last, strict=True))
     overhead, *halves = [_overhead(part) for part in (rounds, rounds[::2], rounds[1::2])]
     # Both are differences of measured times. Noise can make them 0, which is never true.
     pairs = [(getattr(overhead, name), [getattr(half, name) for half in halves]) for name in _DIFFERENCES]
     is_reliable = all(max(parts) - min(parts) < value for value, parts in pairs)
-    extra = min(_send_seconds(each.trace) for each in many) - overhead.message_seconds
-    extra_bytes = 4 * _WIDTH * (_MANY_SAMPLES - _FEW_SAMPLES)
     found = Cluster(
         2,
         # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
-        latency=max(0.0, min(_latency(each.trace) for each in few)),
-        bandwidth=extra_bytes / extra if extra > 0 else None,
-        overhead=overhead,
+        latency=max(0.0, min(_latency(each.trace) for each in first)),
+        # Ranks copy messages themselves: they take no time between a Send and the receiver's copy.
+        overhead=replace(overhead, messages=copies),
     )
     return found, is_reliable
 
@@ -162,7 +172,7 @@ def _model() -> nn.Sequential:
 
 def _plan() -> Plan:
     """Two stages of a layer each, one after the other on two ranks."""
-    captured = capture(_model(), (torch.ones(_FEW_SAMPLES, _WIDTH),))
+    captured = capture(_model(), (torch.ones(_SAMPLES, _WIDTH),))
     # Only the order of the passes is used, so that nothing needs to be measured.
     profile = measure(captured, loss_fn=_loss, speed=DeviceSpeed(1e12, 1e12), progress=False)
     models = {_MICROBATCHES: Measured(measured_model(captured, has_loss_fn=True).graph, profile)}
@@ -173,29 +183,27 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).sum()
 
 
-def _run_rounds(plan: Plan) -> list[list[_Round]]:
-    """Run by each of the two ranks."""
+def _run_rounds(plan: Plan) -> tuple[list[_Round], tuple[MessageCpu, ...]]:
+    """Run by each of the two ranks; returns its rounds and what copies of large messages take."""
     model, rank = _model(), dist.get_rank()
-    pipe, found = Pipeline(model, plan, loss_fn=_loss), []
-    for samples in (_FEW_SAMPLES, _MANY_SAMPLES):
-        batch, rounds = torch.ones(samples * _MICROBATCHES, _WIDTH), list[_Round]()
-        for _ in range(_WARM_UP):
-            pipe.step(batch, target=batch)
-        end = time.perf_counter() + _STEPS_SECONDS
-        for number in range(_MAX_STEPS):
-            # Both ranks begin at the same time, and end if the time of one of them is up.
-            is_over = torch.tensor([number >= _MIN_STEPS and time.perf_counter() > end], dtype=torch.int32)
-            dist.all_reduce(is_over)
-            if is_over:
-                break
-            start = time.perf_counter()
-            pipe.step(batch, target=batch)
-            seconds = time.perf_counter() - start
-            trace = pipe.step(batch, target=batch, record=True).trace
-            assert trace is not None
-            rounds.append(_Round(seconds, trace, _run_alone(model[rank], batch[:samples], is_last=rank == 1)))
-        found.append(rounds)
-    return found
+    pipe, rounds = Pipeline(model, plan, loss_fn=_loss), list[_Round]()
+    batch = torch.ones(_SAMPLES * _MICROBATCHES, _WIDTH)
+    for _ in range(_WARM_UP):
+        pipe.step(batch, target=batch)
+    end = time.perf_counter() + _STEPS_SECONDS
+    for number in range(_MAX_STEPS):
+        # Both ranks begin at the same time, and end if the time of one of them is up.
+        is_over = torch.tensor([number >= _MIN_STEPS and time.perf_counter() > end], dtype=torch.int32)
+        dist.all_reduce(is_over)
+        if is_over:
+            break
+        start = time.perf_counter()
+        pipe.step(batch, target=batch)
+        seconds = time.perf_counter() - start
+        trace = pipe.step(batch, target=batch, record=True).trace
+        assert trace is not None
+        rounds.append(_Round(seconds, trace, _run_alone(model[rank], batch[:_SAMPLES], is_last=rank == 1)))
+    return rounds, measure_copies()
 
 
 def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, float]:

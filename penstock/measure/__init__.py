@@ -8,12 +8,12 @@ MeasuredModel --> measure (timed, calibrated to the unsplit model) or estimate (
     memory.py           the tensors that a node saves for its backward
     work.py             the arithmetic and memory traffic of operations, for estimates
     identity.py         equal nodes, and the keys of cached profiles; cache.py: their files
-    links.py            latency and bandwidth between ranks
+    links.py            latency and bandwidth between ranks; the copies of a message in shared memory
 """
 
 from penstock.measure.cache import Cache
 from penstock.measure.identity import identity
-from penstock.measure.links import measure_links
+from penstock.measure.links import measure_copies, measure_links
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import AllocationTracker
 from penstock.measure.profiler import estimate, measure

@@ -1,8 +1,10 @@
-"""Measures latency and bandwidth between all ranks of a running process group by ping-pong messages."""
+"""Measures latency and bandwidth between all ranks of a running process group, and the copies of a message."""
 
+import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir import Cluster, Link
+from penstock.ir import Cluster, Link, MessageCpu
 from penstock.launch import group_device
 from penstock.measure.measured_model import Progress, no_progress
+from penstock.measure.timing import Clock
 
 _MAX_SEQUENTIAL = 8
 """up to this many ranks, pairs are measured one after the other; beyond, disjoint pairs at the same time"""
@@ -67,6 +70,32 @@ def measure_links(
         return Cluster(ranks)
     typical = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
     return Cluster(ranks, None, *typical, links=links)
+
+
+_COPIED_BYTES, _COPIES = (1 << 19, 1 << 22, 1 << 24, 40 << 20), 4
+"""sizes, of which malloc returns memory of the last one to the system whenever it is freed, and copies of each"""
+
+
+def measure_copies(sizes: Sequence[int] = _COPIED_BYTES) -> tuple[MessageCpu, ...]:
+    """CPU seconds of messages between two processes of this machine, by their size.
+
+    The sender copies a message into shared memory, and the receiver copies it out, into memory of its own.
+    """
+    clock, found = Clock(torch.device("cpu")), []
+    for size in sizes:
+        memory, source = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        samples: list[tuple[float, float]] = []
+        for _ in range(_COPIES):
+            source = source + 1  # just computed, as a message is
+            sending, _ = clock.seconds(partial(memory.copy_, source))
+            # The previous copy is still there: a rank keeps what it received until its backward.
+            receiving, copied = clock.seconds(memory.clone)
+            samples.append((sending, receiving))
+        del copied
+        # The first ones also get the pages of the shared memory. Of the others the least: other load only ever adds.
+        send_seconds, receive_seconds = map(min, zip(*samples[1:], strict=True))
+        found.append(MessageCpu(size, send_seconds, receive_seconds))
+    return tuple(found)
 
 
 def round_robin(ranks: int) -> Iterator[list[tuple[int, int]]]:

@@ -60,10 +60,10 @@ def test_an_unreliable_measurement_is_repeated_and_not_kept(
 
 
 def test_costs_smaller_than_their_noise_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(*seconds: float) -> list[list[list[Any]]]:
+    def runs(*seconds: float) -> list[tuple[list[Any], tuple[()]]]:
         """What two ranks return: passes take a second more than alone, and steps so many seconds more than passes."""
         rounds = [local_ranks._Round(trace.makespan + each, trace, (0.0, 0.0)) for each in seconds]
-        return [[rounds, rounds], [rounds, rounds]]
+        return [(rounds, ()), (rounds, ())]
 
     trace = penstock.simulate(local_ranks._plan(), StageCosts((1.0, 1.0), (0.5, 0.5), (0.5, 0.5)))
     for seconds, is_reliable in ((0.5, 0.6), True), ((0.1, 0.5), False), ((0.0, 0.0), False):

@@ -7,7 +7,7 @@ import pytest
 import penstock
 from penstock.errors import RunError
 from penstock.ir import Cluster
-from penstock.measure import measure_links
+from penstock.measure import measure_copies, measure_links
 from penstock.measure.links import Messages, round_robin
 
 FEW = Messages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
@@ -52,3 +52,10 @@ def test_measured_links_include_the_memory_of_ranks(pools):
 def test_without_a_group_there_are_no_links():
     with pytest.raises(RunError, match="needs an initialized process group"):
         measure_links()
+
+
+def test_the_copies_of_a_message_take_time_at_both_ends_by_its_size():
+    small, large = measure_copies((1 << 12, 1 << 23))
+    assert (small.bytes, large.bytes) == (1 << 12, 1 << 23)
+    assert large.send_seconds > small.send_seconds > 0
+    assert large.receive_seconds > small.receive_seconds > 0
