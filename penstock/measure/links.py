@@ -72,7 +72,7 @@ def measure_links(
     return Cluster(ranks, None, *typical, links=links)
 
 
-_COPIED_BYTES, _COPIES = (1 << 19, 1 << 22, 1 << 24, 40 << 20), 4
+_COPIED_BYTES, _COPIES = (1 << 19, 1 << 22, 1 << 24, 48 << 20), 8
 """sizes, of which malloc returns memory of the last one to the system whenever it is freed, and copies of each"""
 
 
@@ -86,14 +86,14 @@ def measure_copies(sizes: Sequence[int] = _COPIED_BYTES) -> tuple[MessageCpu, ..
         memory, source = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         samples: list[tuple[float, float]] = []
         for _ in range(_COPIES):
-            source = source + 1  # just computed, as a message is
+            source += 1  # just computed, as a message is
             sending, _ = clock.seconds(partial(memory.copy_, source))
             # The previous copy is still there: a rank keeps what it received until its backward.
             receiving, copied = clock.seconds(memory.clone)
             samples.append((sending, receiving))
         del copied
-        # The first ones also get the pages of the shared memory. Of the others the least: other load only ever adds.
-        send_seconds, receive_seconds = map(min, zip(*samples[1:], strict=True))
+        # The first ones also get pages from the system. Of the others the least: other load only ever adds.
+        send_seconds, receive_seconds = map(min, zip(*samples[_COPIES // 2 :], strict=True))
         found.append(MessageCpu(size, send_seconds, receive_seconds))
     return tuple(found)
 
