@@ -201,7 +201,7 @@ class AutoPipeline:
             cache = False if config.patch_inner_model else configured
         check_split(split, model)
         example, rules = example_of(config, model, args, kwargs or {}, loss_fn is not None, split)
-        example = replace(example, kwargs=_with_cache(cache, example.kwargs))
+        example = example._replace(kwargs=_with_cache(cache, example.kwargs))
         plan = replace(plan_of(config, model, example, loss_fn is not None), split=tuple(rules.items()))
         parts: list[nn.Module] = []
 
