@@ -23,23 +23,28 @@ class ForwardPass:
         self.outputs, self.loss = result.outputs, result.loss
         self._result, self._sizes, self._run = result, sizes, run
 
-    def backward(self, gradients: Mapping[str, Tensor]) -> None:
-        """Run backward from the gradients of some outputs, by their names (`logits`, `hidden_states.0`); collective.
+    def backward(self, gradients: Any) -> None:
+        """Run backward from the gradients of some outputs; collective.
 
         An output without a dimension of samples must be one number, such as a loss.
 
         Args:
-            gradients: of the loss with respect to these outputs, each with the shape of its output
+            gradients: of the loss with respect to the outputs, in the structure of `outputs` with None for outputs
+                without one, or a dict by names (`logits`, `hidden_states.0`); each has the shape of its output
 
         Raises:
             RunError: for other names or shapes, and as in `Pipeline.step`
         """
         outputs = {name: leaf for name, leaf in named_leaves(self.outputs, "") if isinstance(leaf, Tensor)}
-        if unknown := [name for name in gradients if name not in outputs]:
-            hint = ", ".join(outputs)
-            raise RunError("gradients must be named like outputs of the model", got=unknown[0], hint=hint)
-        if gradients:
-            self._run({name: self._rows(name, outputs[name], gradients[name]) for name in gradients})
+        given = {name: leaf for name, leaf in named_leaves(gradients, "") if leaf is not None}
+        if unknown := [name for name, leaf in given.items() if name not in outputs or not isinstance(leaf, Tensor)]:
+            raise RunError(
+                "gradients must have the structure of the outputs, or the names of some of them",
+                got=f"{unknown[0] or 'no name'}: {type(given[unknown[0]]).__name__}",
+                hint="one tensor" if list(outputs) == [""] else ", ".join(outputs),
+            )
+        if given:
+            self._run({name: self._rows(name, outputs[name], gradient) for name, gradient in given.items()})
 
     def _rows(self, name: str, output: Tensor, gradient: Tensor) -> Tensor:
         """A gradient with one row per sample, which is split into microbatches like the batch."""

@@ -79,6 +79,8 @@ class Microbatch(NamedTuple):
             lengths = [cut.rows * size for size in sizes]
             if cut.offsets:
                 lengths = [cut.offsets[end] - cut.offsets[start] for start, end in pairwise(starts)]
+            if value.layout is not torch.strided:
+                return _sparse_parts(value, name, lengths, cut.dim)
             if value.requires_grad:
                 # The results of split could not be written in place.
                 pairs = zip(accumulate(lengths, initial=0), lengths, strict=False)
@@ -273,6 +275,21 @@ def _map_cuts(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[
         return put_together(parts.kind, parts.keys, items)
     chosen = choose(value, name, cut)
     return put_together(type(value), range(size), chosen) if cut.dim is None else chosen
+
+
+def _sparse_parts(value: Tensor, name: str, lengths: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Parts of a sparse tensor, which are copies: it has no views."""
+    if len(lengths) == 1:
+        return [value]
+    if value.layout is not torch.sparse_coo:
+        raise RunError(
+            "a sparse tensor must have the layout torch.sparse_coo to be split",
+            argument=name,
+            got=value.layout,
+            hint=f"{name}.to_sparse_coo(), split={{{name!r}: None}} to pass it whole, or microbatches=1",
+        )
+    pairs = zip(accumulate(lengths, initial=0), lengths, strict=False)
+    return [value.narrow_copy(dim, start, length) for start, length in pairs]
 
 
 def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:

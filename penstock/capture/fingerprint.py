@@ -46,7 +46,8 @@ def batch_signature(named_leaves: Mapping[str, object]) -> Any:
 
 def _leaf_signature(leaf: object) -> object:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        return tuple(leaf.shape), strides, leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, (*_SCALARS, *_NUMPY)):
         return type(leaf), content_of(leaf)
     # By contents, not by identity as in a model: the caller may make an equal object for every batch.
