@@ -1,17 +1,21 @@
-"""Warns when torch's clip_grad_norm_ clips the gradients of one rank of a pipeline by their own norm."""
+"""Watches functions of torch that need the gradients of all ranks of a pipeline and see those of one.
+
+clip_grad_norm_ causes a warning: it clips the gradients of one rank by their own norm. LBFGS is refused.
+"""
 
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock.errors import PenstockWarning
+from penstock.errors import PenstockWarning, RunError
 
 _WARNINGS: "WeakSet[ClipWarning]" = WeakSet()
 """the warnings of all pipelines of this process that have ranks in other processes"""
@@ -30,10 +34,8 @@ class ClipWarning:
         _WARNINGS.add(self)
         _watch_torch()
 
-    def concerns(self, parameters: list[Any]) -> bool:
-        """Whether the warning is still to be given, and one of these parameters is the Pipeline's."""
-        if not self._is_due:
-            return False
+    def concerns(self, parameters: Iterable[Any]) -> bool:
+        """Whether one of these parameters is the Pipeline's."""
         own = set(map(id, self._parameters.values()))
         return any(id(parameter) in own for parameter in parameters)
 
@@ -82,3 +84,13 @@ def _watch_torch() -> None:
 
     clip_grad_norm_.is_watched = True  # type: ignore[attr-defined]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+    register_optimizer_step_pre_hook(_refuse_lbfgs)
+
+
+def _refuse_lbfgs(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a step of LBFGS on the parameters of one rank: its direction depends on all gradients of the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(warning.concerns(parameters) for warning in list(_WARNINGS)):
+            hint = "an optimizer that updates each parameter by its own gradient, such as AdamW, or local=True"
+            raise RunError("LBFGS needs the gradients of all ranks, and has those of this rank", hint=hint)

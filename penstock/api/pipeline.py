@@ -206,6 +206,15 @@ class Pipeline:
         """Not supported: only `step` and `evaluate` run the stages of all ranks."""
         raise RunError("a Pipeline must not be called like a module", hint=_CALLS)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for attributes that a Pipeline does not have: name those of modules where they are."""
+        hint = f"\ntry: model.{name}, of the model that the Pipeline was given" if hasattr(nn.Module, name) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Not supported: a copy would share connections to other ranks."""
+        raise RunError("a Pipeline cannot be copied or pickled", hint="pipe.save(directory), or pipe.full_state_dict()")
+
     def step(
         self,
         *args: Any,
@@ -626,6 +635,18 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their original names, tied ones once."""
         return iter(self._part.parameters.items())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as `nn.Module.zero_grad` does.
+
+        Args:
+            set_to_none: False to set them to zero instead of None
+        """
+        for _, parameter in self.named_parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""

@@ -207,7 +207,11 @@ def plan(
             raise PlanError("a loss_fn with parameters cannot be planned", hint="leave out target")
     # Profiles are cached: not less for a small budget than what small models need.
     measure_seconds = min(max(_MEASURE_SHARE * options.budget_seconds, _MIN_MEASURE_SECONDS), BUDGET_SECONDS)
-    examples = Examples(model, args, kwargs, split, loss_fn, target, speed, granularity, is_here, measure_seconds)
+    given = options.schedule if isinstance(options.schedule, Schedule | Program) else None
+    is_whole = devices is None and (given.num_microbatches if given else options.microbatches) == 1
+    examples = Examples(
+        model, args, kwargs, split, loss_fn, target, speed, granularity, is_here, measure_seconds, is_whole
+    )
     start = time.monotonic()
     if is_here:
         here = local_ranks(options.cluster.ranks)
@@ -406,6 +410,8 @@ class Examples:
     """whether the ranks are processes of this machine, which share its cores"""
     measure_seconds: float = BUDGET_SECONDS
     """the `budget` of measuring a microbatch of one size"""
+    is_whole: bool = False
+    """whether the batch is the only microbatch, so that it need not be split"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -426,7 +432,8 @@ class Examples:
     @cached_property
     def rules(self) -> dict[str, SplitRule]:
         """How the batch is split: as given, and as found for arguments whose shapes leave it open."""
-        return {**find_split(self.model, self.args, self.kwargs or {}, self.split), **(self.split or {})}
+        found = {} if self.is_whole else find_split(self.model, self.args, self.kwargs or {}, self.split)
+        return {**found, **(self.split or {})}
 
     def measured(self, counts: Sequence[int], profile: Profile | None) -> dict[int, Measured]:
         """Measure the model for the numbers of microbatches, at least for the first.

@@ -137,6 +137,9 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
     """
     name, value = argument
     rule = _rule(name, split)
+    if isinstance(value, Tensor) and value.is_nested:
+        hint = "a padded tensor, and a mask or the lengths of the samples"
+        raise RunError("a nested tensor cannot be split into microbatches", argument=name, hint=hint)
     if rule == "samples" and argument.is_list:
         yield len(value), name, value
     elif isinstance(value, Tensor):
@@ -159,12 +162,12 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 
 
 def find_cuts(arguments: Sequence[Argument], num_samples: int, split: Split, is_final: bool) -> dict[str, Cut]:
-    """The cuts by name. `is_final`: there is one microbatch, so that ambiguous lists need no decision."""
+    """The cuts by name. `is_final`: there is one microbatch, so that ambiguous lists and targets need no decision."""
     parts = [part for argument in arguments for part in _cut_parts(argument, num_samples, split, is_final)]
     tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
     cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in parts if name not in tensors}
     for name in tensors:
-        _cut_of(name, tensors, num_samples, split, cuts)
+        _cut_of(name, tensors, num_samples, split, cuts, is_final)
     return {name: cut for name, _ in parts if (cut := cuts[name]) is not None}
 
 
@@ -232,6 +235,7 @@ def _cut_of(
     num_samples: int,
     split: Split,
     known: dict[str, Cut | None],
+    is_final: bool,
 ) -> Cut | None:
     """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
     if name not in known:
@@ -242,20 +246,22 @@ def _cut_of(
             is_batched = tensor.dim() > 0 and tensor.shape[0] == num_samples
             # An argument without the batch as its first dimension may be a table for all samples, but a target must
             # have an entry for each of them.
-            if not is_batched and tensor.dim() and _is_of_target(name):
+            if not is_batched and tensor.dim() and _is_of_target(name) and not is_final:
+                hints = [f"split={{{name!r}: dim}} if another dimension is the batch", "None to pass it whole"]
+                if len(tensor) % num_samples == 0:
+                    hints.append(f"penstock.Rows({len(tensor) // num_samples}) if each sample has that number of rows")
                 raise RunError(
                     "the first dimension of a target is not the batch",
                     target=name,
                     shape=tuple(tensor.shape),
                     batch=num_samples,
-                    hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it "
-                    "whole",
+                    hint=", ".join(hints),
                 )
             known[name] = Cut(0) if is_batched else None
         elif rule == "samples":
             raise _unfit(name, tensor, f"a list or tuple of {num_samples} entries")
         elif isinstance(rule, Ragged):
-            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known)
+            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known, is_final)
         elif rule is not None:
             rows = rule if isinstance(rule, Rows) else Rows(1, rule)
             dim = _checked_dim(name, tensor, rows.dim)
@@ -276,6 +282,7 @@ def _ragged_cut(
     num_samples: int,
     split: Split,
     known_cuts: dict[str, Cut | None],
+    is_final: bool,
 ) -> Cut:
     """The cut of a tensor whose number of rows per sample is read from another argument."""
     tensor = tensors[name]
@@ -284,7 +291,7 @@ def _ragged_cut(
         raise RunError(
             "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
         )
-    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts)
+    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts, is_final)
     if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
         raise RunError(
             "the sizes of a ragged argument must be split by samples",

@@ -246,7 +246,8 @@ def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:
 def _structure(value: Any) -> Any:
     """A key that is equal for batches that are split alike, unless values of tensors decide."""
     if isinstance(value, Tensor):
-        return value.shape
+        # A nested tensor has no shape; `batch_size` refuses it.
+        return Tensor if value.is_nested else value.shape
     parts = take_apart(value)
     if parts is None and type(value) not in PLAIN_TYPES and register_containers(value):
         parts = take_apart(value)
@@ -330,9 +331,11 @@ def explain_failure(
         for name, leaf in named_inputs(forward, first.args, first.kwargs).items()
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(cut_names)
     ]
-    if not whole:
-        return error
-    names = ", ".join(f"{name!r}: ..." for name, _ in whole)
-    values = {**error.values, "passed_whole": ", ".join(f"{name} {shape}" for name, shape in whole), "batch": batch}
-    hint = f"{error.hint}; if it runs on the whole batch, split={{{names}}} to split these arguments too"
+    values, fix = dict(error.values), "microbatches=1"
+    if whole:
+        names = ", ".join(f"{name!r}: ..." for name, _ in whole)
+        values["passed_whole"] = ", ".join(f"{name} {shape}" for name, shape in whole)
+        fix = f"split={{{names}}} to split these arguments too, or microbatches=1"
+    values |= {"batch": batch, "microbatches": len(microbatches)}
+    hint = f"{error.hint}; if it runs on the whole batch, {fix}"
     return CaptureError(error.problem, hint=hint, report=error.report, **values)

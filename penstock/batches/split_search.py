@@ -3,36 +3,45 @@
 Shapes alone do not determine whether a tensor with 16 rows beside a batch of 4 holds 4 rows for each sample or is a
 table for all of them. The results do: with the right rules, the results of two halves of a batch are together those of
 the whole batch. `_Search.candidates` lists the combinations of rules that shapes allow, `_Search.decide` runs them.
+If shapes allow one only, `_Search.confirm` compares a few samples.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, product
+from itertools import chain, combinations, islice, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.batches.cuts import Argument, Split, batch_size, has_rule
-from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch
+from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch, microbatch_sizes
 from penstock.capture import (
     ROUNDING,
+    GeneratorStates,
     copy_leaf,
     is_inexact,
     is_integer,
     isolated,
+    python_generators,
     register_containers,
     seed_generators,
     tensors_in,
+    torch_generators,
     uncompiled,
+    user_line,
     without_cache,
     without_user_hooks,
 )
-from penstock.errors import RunError
-from penstock.ir import Ragged, Rows, SplitRule, leaves, named_arguments, transform
+from penstock.errors import PenstockWarning, RunError
+from penstock.ir import Ragged, Rows, SplitRule, leaves, listed, named_arguments, transform
 from penstock.launch import one_line
 
 _MAX_CANDIDATES = 24
 """combinations of rules that are tried"""
+_FEW = 4
+"""samples on which rules that follow from shapes are confirmed"""
 _MAX_SHOWN = 4
 """combinations in the hint of an error"""
 _MAX_COLUMNS = 4
@@ -47,18 +56,23 @@ def find_split(
 
     Each combination is tried on two halves of the batch, in eval mode and without gradients, until the results are
     those of the whole batch. The model is left as it was. Empty if shapes decide everything, or if the model cannot be
-    run. Raises a RunError if no combination, or more than one, is right.
+    run. Raises a RunError if no combination, or more than one, is right. Warns if the results of a sample depend on
+    the samples beside it, or on those before it.
     """
     register_containers((args, kwargs))
     split = dict(split or {})
     arguments = [Argument(name, value) for name, value in named_arguments(model.forward, args, kwargs).items()]
     search = _Search(model, args, kwargs, split, arguments)
     candidates = list(islice(search.candidates(), _MAX_CANDIDATES))
-    if len(candidates) < 2:
-        return candidates[0] if candidates else {}
+    if not candidates:
+        return {}
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))))
+    if len(candidates) == 1 and is_meta:
+        return candidates[0]
     with isolated(model, _SEED), uncompiled(), without_user_hooks([model]), torch.no_grad():
+        search.check_buffers(candidates[0])
         model.eval()
-        return search.decide(candidates)
+        return search.decide(candidates) if len(candidates) > 1 else search.confirm(candidates[0])
 
 
 class _Choice(NamedTuple):
@@ -88,6 +102,8 @@ class _Search:
         self._arguments = arguments
         self._failures: list[str] = []
         """errors of the model so far"""
+        self._is_pure = True
+        """whether no run has drawn random numbers or written buffers"""
 
     def candidates(self) -> Iterator[dict[str, SplitRule]]:
         """Rules to try, the usual ones first; none if there is nothing to split."""
@@ -176,8 +192,81 @@ class _Search:
             return possible[0]
         if not possible and ran == [candidates[0]]:
             # Samples interact in this model, but no other way of splitting its arguments runs.
+            self._warn_of_interaction(self._arguments[0].name)
             return candidates[0]
         raise self._undecided(candidates)
+
+    def confirm(self, rules: dict[str, SplitRule]) -> dict[str, SplitRule]:
+        """The only rules that shapes allow; if the model does not run with them, those that pass more arguments whole.
+
+        A mask for all samples may have as many rows as there are samples. Warns if the model runs, but the results of
+        a few samples are not those of their halves, as if the first dimension were time instead of samples.
+        """
+        few = self._few_samples(rules)
+        if few.size < 2:
+            return rules
+        halves = few.split(microbatch_sizes(few.size, 2))
+        ran = [result for part in (few, *halves) if (result := self._run(part.args, part.kwargs)) is not None]
+        if len(ran) < 3:
+            try:
+                return self.decide([rules, *islice(self._with_whole_arguments(rules), _MAX_CANDIDATES)])
+            except RunError:
+                return rules
+        if _compare(ran[0], ran[1:], [part.size for part in halves]) == _DIFFERENT:
+            self._warn_of_interaction(next(iter(few.cuts)))
+        return rules
+
+    def check_buffers(self, rules: Split) -> None:
+        """Warn if the forward uses buffers that it writes, as spectral norm does: it runs once per microbatch.
+
+        The statistics of a norm are written in training and used in evaluation.
+        """
+        names = [
+            f"{path}.{name}" if path else name
+            for path, module in self._model.named_modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if not isinstance(module, _NormBase)
+        ]
+        if not names:
+            return
+        few = self._few_samples(rules)
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        versions = {name: buffers[name]._version for name in names}
+        first = self._run(few.args, few.kwargs)
+        written = [name for name in names if buffers[name]._version != versions[name]]
+        second = self._run(few.args, few.kwargs) if first is not None and written else None
+        pairs = zip(first or (), second or (), strict=False)
+        if any(isinstance(one, Tensor) and isinstance(two, Tensor) and not _is_close(two, one) for one, two in pairs):
+            _warn(
+                "the forward uses buffers that it writes, and runs once per microbatch instead of once for the batch: "
+                f"{listed(written)}; results are those of a loop over the microbatches"
+            )
+
+    def _few_samples(self, rules: Split) -> Microbatch:
+        splitter = BatchSplitter(self._model.forward, {**self._split, **rules})
+        whole = splitter.whole(Batch(self._args, self._kwargs))
+        return whole.take(0, min(whole.size, _FEW))
+
+    def _warn_of_interaction(self, name: str) -> None:
+        """Warn that samples interact, unless other draws or other buffers may have changed the results.
+
+        `name` is an argument that was split.
+        """
+        if self._is_pure:
+            _warn(
+                "the results of a sample depend on the samples beside it, so that those of microbatches are not those "
+                f"of the batch\ntry: split={{{name!r}: 1}} if another dimension than the first holds the samples; "
+                "penstock.check compares the gradients with those of the whole batch"
+            )
+
+    def _with_whole_arguments(self, rules: Split) -> Iterator[dict[str, SplitRule]]:
+        """The rules with one or two more arguments passed whole, although they have as many rows as samples."""
+        batch = batch_size(self._arguments, {**self._split, **rules})
+        parts = [part for argument in self._arguments for part in _undecided_parts(argument, {**self._split, **rules})]
+        names = [part.name for part in parts if not part.is_list and len(part.value) == batch]
+        for chosen in chain(combinations(names, 1), combinations(names, 2)):
+            if self._has_batch(more := {**rules, **dict.fromkeys(chosen)}, batch):
+                yield more
 
     def _follows_from_shapes(self, rules: Split) -> bool:
         """Whether rules are about lists only, and give the cuts that the lists have without rules."""
@@ -196,8 +285,13 @@ class _Search:
         """The leaves of the model's output; None if it raises an error, which is noted."""
         args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
         seed_generators(_SEED)
+        generators = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])
+        versions = [buffer._version for buffer in self._model.buffers()]
         try:
-            return leaves(self._model(*args, **without_cache(self._model, kwargs)))
+            result = leaves(self._model(*args, **without_cache(self._model, kwargs)))
+            is_written = versions != [buffer._version for buffer in self._model.buffers()]
+            self._is_pure &= not is_written and not generators.have_moved()
+            return result
         except Exception as error:  # a model may raise anything for arguments that do not belong together
             self._failures.append(one_line(error))
             return None
@@ -210,14 +304,21 @@ class _Search:
         named = [part for part in parts if part.name in names]
         shapes = [tuple(value.shape) if isinstance(value, Tensor) else f"of {len(value)}" for _, value in named]
         choices = [", ".join(f"{name!r}: {_rule_text(rule)}" for name, rule in rules.items()) for rules in tried]
+        hints = [f"split={{{choice}}}" for choice in choices[:_MAX_SHOWN]]
         return RunError(
             "the batch cannot be split: no way of splitting these arguments is known to give the results of the whole "
             "batch",
             arguments=", ".join(f"{part.name} {shape}" for part, shape in zip(named, shapes, strict=True)),
             batch=num_samples,
             **({"error": self._failures[0]} if self._failures else {}),
-            hint=" or ".join(f"split={{{choice}}}" for choice in choices[:_MAX_SHOWN]) or "split={...}",
+            hint=" or ".join((*hints, "microbatches=1, which leaves the batch whole")),
         )
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the user that plans, however deep in the call stack this is."""
+    path, _, line = user_line().rpartition(":")
+    warnings.warn_explicit(text, PenstockWarning, path or __file__, int(line or 1))
 
 
 def _undecided_parts(argument: Argument, split: Split) -> Iterator[Argument]:

@@ -46,6 +46,7 @@ from penstock.capture.objects import (
     copy_leaf,
     object_items,
     register_containers,
+    user_line,
 )
 from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recording import Recording, make_recording
@@ -72,6 +73,7 @@ from penstock.capture.tensors import (
     in_double,
     is_inexact,
     is_integer,
+    restore_content,
     spec_of,
     storage_id,
     tensors_in,

@@ -412,6 +412,12 @@ def _check_model(model: Any) -> None:
             got=type(model).__name__,
             hint="capture the model before torch.jit.script; its blocks may be scripted",
         )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise CaptureError(
+            "a model that is wrapped for data parallelism cannot be captured",
+            got=type(model).__name__,
+            hint='model.module; replicas of a pipeline are the axis "dp" of its mesh',
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(

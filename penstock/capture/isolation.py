@@ -22,7 +22,7 @@ from penstock.capture.generators import (
     torch_generators,
 )
 from penstock.capture.objects import PLAIN_TYPES, code_origin
-from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id
+from penstock.capture.tensors import buffers_and_attributes, restore_content, same_content, storage_id
 from penstock.ir import leaves
 
 _is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=False)
@@ -69,7 +69,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
             for tensor, content in buffers:
                 # By content: some kernels write buffers without increasing the version.
                 if content is not None and not same_content(tensor, content):
-                    tensor.data.copy_(content)
+                    restore_content(tensor, content)
             generators.restore()
 
 
@@ -218,7 +218,7 @@ class _Copies:
         """Write the copies back where the content has changed."""
         for tensor, content in self._copies.values():
             if not same_content(tensor, content):
-                tensor.data.copy_(content)
+                restore_content(tensor, content)
 
 
 class _CopyOnWrite(DispatchMode):

@@ -45,7 +45,7 @@ from penstock.capture.recorder import (
     WholeFunctions,
 )
 from penstock.capture.structures import Expected, structure_of
-from penstock.capture.tensors import buffers_and_attributes, device_of, same_content, tensors_in
+from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, same_content, tensors_in
 from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Container, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
@@ -335,7 +335,7 @@ def _record_once(
         output = _run_model(model, recorder, args, kwargs)
     finally:
         for tensor, content in recorder.state_before.values():
-            tensor.data.copy_(content)
+            restore_content(tensor, content)
         changed = recorder.writer.restore_constants()
     if changed:
         raise CaptureError(

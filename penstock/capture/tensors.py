@@ -123,6 +123,17 @@ def same_content(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
+def restore_content(tensor: Tensor, content: Tensor) -> None:
+    """Write a copy of an earlier content back into a tensor, which may have been resized since.
+
+    Observers of quantization resize their buffers in the first forward.
+    """
+    if tensor.shape == content.shape:
+        tensor.data.copy_(content)
+    else:
+        tensor.data = content.clone()
+
+
 def device_of(model: nn.Module, default: torch.device | None = None) -> torch.device:
     """The device of the first parameter or buffer; without any, `default` or the CPU."""
     for tensor in chain(model.parameters(), model.buffers()):

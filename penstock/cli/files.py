@@ -2,6 +2,7 @@
 
 import gzip
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import combinations
@@ -21,7 +22,7 @@ def read_record(path: Path) -> Any:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise FormatError("the file is too large", file=path, bytes=size, limit=MAX_JSON_BYTES)
         with path.open("rb") as file:
-            is_json = file.read(64).lstrip()[:1] == b"{"
+            is_json = file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise FormatError("cannot read the file", file=path, reason=reason, hint=_suggest(path)) from None

@@ -57,8 +57,8 @@ def build_model(target: str, example: Example = NO_EXAMPLE, device: Any = None) 
         hint = f"make the batch in {target}, or name an hf: model"
         raise PenstockError("--batch, --sequence and --weights are for hf: models only", model=target, hint=hint)
     with user_function(target, example=_BODY) as build, redirect_stdout(sys.stderr):
-        module = build.path.stem
-        hint = f'python -c "import {module}; {module}.{build.name}()" shows the whole traceback'
+        script = f"import runpy; runpy.run_path({str(build.path)!r})[{build.name!r}]()"
+        hint = f'python -c "{script}" shows the whole traceback'
         with user_errors(f"the function {build.name} failed", build.path, hint=hint):
             returned = build.function()
         built = _as_built_model(returned, build.name)

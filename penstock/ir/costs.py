@@ -34,6 +34,8 @@ PASS_NAMES = {
     Kind.WEIGHT_GRAD: "weight_grad",
 }
 """the fields of StageCosts that hold the seconds of each kind of pass"""
+_LARGEST = 1e100
+"""sums and products of seconds and bytes up to this are finite"""
 StageSeconds: TypeAlias = "float | tuple[float, ...]"
 """seconds of a stage: one number for all microbatches, or a tuple with a number per microbatch"""
 StageBytes: TypeAlias = "int | tuple[int, ...]"
@@ -294,6 +296,8 @@ def _entry(name: str, stage: int, value: Any) -> Any:
     for each in values:
         if not is_finite(each) or each < 0:
             raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(each))
+        if each > _LARGEST:
+            raise CostError(f"{name} must be at most {_LARGEST:g}", stage=stage, value=repr(each))
     if not values:
         raise CostError(f"{name} must have a number per microbatch, or one for all", stage=stage, got="()")
     return value

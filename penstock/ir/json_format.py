@@ -139,7 +139,7 @@ def load_record(path: str | Path, record: type | None = None) -> Any:
         FormatError: if it is not such a document
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_JSON_BYTES + 1)
     except (OSError, ValueError) as error:
         raise FormatError("cannot read the file", file=path, reason=error) from None

@@ -84,7 +84,8 @@ def read_orders(source: str | Path) -> Orders:
         raise FormatError("a schedule must be read from a str or a pathlib.Path", got=type(source).__name__)
     if isinstance(source, Path) or _is_path(source):
         try:
-            source = Path(source).read_text(encoding="utf-8")
+            # Spreadsheets write a byte order mark.
+            source = Path(source).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise FormatError("cannot read the schedule file", path=source, reason=error) from None
     # In plain text blanks separate cells.

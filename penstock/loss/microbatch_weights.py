@@ -165,7 +165,9 @@ class LossWeights:
     def warnings(self, step: LossStep) -> tuple[str, ...]:
         """Why the gradients of a step, or the loss of an evaluation, are not those of the whole batch."""
         texts: dict[str, None] = {}
-        for recording in dict.fromkeys(step.recordings if step.is_training else ()):
+        # The only microbatch is the whole batch, whether or not its samples interact.
+        is_split = len(step.microbatches) > 1 or self.replicas.count > 1
+        for recording in dict.fromkeys(step.recordings if step.is_training and is_split else ()):
             found = self._interactions.find(recording)
             if found is None:
                 index = step.recordings.index(recording)

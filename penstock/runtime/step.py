@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches import Microbatch
-from penstock.capture import Recording
+from penstock.capture import Recording, restore_content
 from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.planner import TokenGroup
@@ -180,8 +180,7 @@ class StepSnapshot:
     def restore(self) -> None:
         """Undo a failed step: restore gradients and buffers to their values before it."""
         for (owner, name), buffer, values in self._buffers:
-            with torch.no_grad():
-                buffer.copy_(values)
+            restore_content(buffer, values)
             # The model may have assigned another tensor.
             setattr(owner, name, buffer)
         for parameter, earlier in self._aside.items():

@@ -1,5 +1,6 @@
 """Calls that training loops make on a module work on a Pipeline, or say what to call instead."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_other_uses_of_the_parameters_get_no_warning(pools: Pools) -> None:
     assert [found for found, _ in pools[2].run(clipped, "value")] == [[], []]
 
 
+def refused_step() -> str:
+    pipe = pipe_of(local=False)
+    with pytest.raises(penstock.RunError) as error:
+        torch.optim.LBFGS(pipe.parameters()).step(lambda: pipe.step(X, target=TARGET).loss)
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_lbfgs_is_refused_on_the_parameters_of_one_rank(pools: Pools) -> None:
+    for text in pools[2].run(refused_step):
+        assert text.startswith("LBFGS needs the gradients of all ranks, and has those of this rank\ntry: ")
+
+
 def test_clipping_all_parameters_of_a_local_pipeline_is_right() -> None:
     pipe = pipe_of()
     pipe.step(X, target=TARGET)
@@ -124,3 +138,50 @@ def test_clipping_all_parameters_of_a_local_pipeline_is_right() -> None:
         warnings.simplefilter("error")
         norm = clip_grad_norm_(pipe.parameters(), 1e9)
     assert float(norm) == pytest.approx(float(pipe.clip_grad_norm_(1e9)))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_reset_as_by_a_module(set_to_none: bool) -> None:
+    pipe = pipe_of()
+    pipe.step(X, target=TARGET)
+    pipe.zero_grad(set_to_none)
+    gradients = [parameter.grad for parameter in pipe.parameters()]
+    assert all(gradient is None if set_to_none else not gradient.any() for gradient in gradients)
+
+
+def test_an_attribute_of_modules_is_named_where_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'to'\ntry: model.to, of the model"):
+        pipe_of().to("cpu")
+    with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
+        pipe_of().frobnicate()
+
+
+def test_a_copy_is_refused_with_the_ways_to_save() -> None:
+    with pytest.raises(penstock.RunError, match=r"cannot be copied or pickled\ntry: pipe.save\(directory\)"):
+        copy.deepcopy(pipe_of())
+
+
+def test_gradients_of_outputs_are_given_in_their_structure_or_by_name() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = chain(2), chain(2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.other(x)
+
+    def coupled(outputs: Any) -> Tensor:
+        return (outputs[0] @ outputs[1].T).logsumexp(0).sum()
+
+    model, whole = Pair(), Pair()
+    whole.load_state_dict(model.state_dict())
+    result = pipe_of(model, loss_fn=None).forward(X)
+    outputs = [output.detach().requires_grad_() for output in result.outputs]
+    gradients = torch.autograd.grad(coupled(outputs), outputs)
+    result.backward(gradients)
+    result.backward({"0": gradients[0], "1": gradients[1]})
+    (2 * coupled(whole(X))).backward()
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    with pytest.raises(penstock.RunError, match=r"structure of the outputs.*got: no name: Tensor\)\ntry: 0, 1"):
+        result.backward(gradients[0])

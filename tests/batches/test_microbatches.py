@@ -150,6 +150,31 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_sizes(args: Any, target:
         BatchSplitter(forward, split).split(Batch(args, {}, target), 2)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_a_sparse_tensor_is_split_by_its_rows() -> None:
+    dense = torch.eye(4)
+    parts = BatchSplitter(forward).split(Batch((dense.to_sparse(),), {}), 2)
+    assert torch.equal(torch.cat([part.args[0].to_dense() for part in parts]), dense)
+    compressed = dense.to_sparse_csr()
+    (whole,) = BatchSplitter(forward).split(Batch((compressed,), {}), 1)
+    assert whole.args[0] is compressed
+    with pytest.raises(RunError, match=r"layout torch.sparse_coo to be split \(argument: x, got: torch.sparse_csr\)"):
+        BatchSplitter(forward).split(Batch((compressed,), {}), 2)
+
+
+def test_a_nested_tensor_is_refused_by_its_name() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(RunError, match=r"a nested tensor cannot be split into microbatches \(argument: x\)"):
+        BatchSplitter(forward).split(Batch((nested,), {}), 2)
+
+
+def test_a_target_of_another_length_is_refused_with_its_rows_unless_the_batch_stays_whole() -> None:
+    with pytest.raises(RunError, match=r"not the batch \(target: target, shape: \(6,\), batch: 3\)") as error:
+        BatchSplitter(forward).split(Batch((torch.ones(3),), {}, torch.ones(6)), 2)
+    assert "penstock.Rows(2) if each sample has that number of rows" in error.value.hint
+    assert len(BatchSplitter(forward).split(Batch((torch.ones(3),), {}, torch.ones(5)), 1)) == 1
+
+
 def test_a_step_without_microbatches_is_refused() -> None:
     with pytest.raises(RunError, match="microbatches must be 1 or more"):
         BatchSplitter(forward).split(Batch((torch.zeros(4),), {}), 0)

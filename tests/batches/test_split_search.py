@@ -1,5 +1,6 @@
 """How arguments are split is found by running the model, where their shapes leave it open."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,16 +174,80 @@ def test_a_list_of_dicts_is_split_by_entries_if_only_the_loss_depends_on_it() ->
         assert find_split(Rooted(), (IMAGES, labels), {}) == {"labels": "samples"}
     with pytest.raises(RunError, match=r"arguments: labels of 4, batch: 4") as error:
         find_split(Rooted(), (IMAGES, [{"boxes": torch.rand(4, 4) * scale} for scale in (1, 9, 5, 2)]), {})
-    assert error.value.hint == "split={'labels': 'items'} or split={'labels': 'samples'}"
+    assert error.value.hint.startswith("split={'labels': 'items'} or split={'labels': 'samples'} or microbatches=1")
 
 
-def test_nothing_runs_if_nothing_is_open() -> None:
+def test_shapes_decide_if_the_model_cannot_run() -> None:
     class Failing(Blocks):
         def forward(self, ids: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
-            raise AssertionError("must not run")
+            raise RuntimeError("must not run")
 
     assert find_split(Failing(), (IDS, torch.ones(2, 5)), {"scale": torch.ones(1, 5)}) == {}
     assert find_split(Codebooks(), (), CASES["codebooks"][1], {"ids": Rows(3)}) == {}
+
+
+class Weighted(Blocks):
+    """Compares samples with classes, of which each has a weight, and has a matrix for all samples."""
+
+    def forward(self, x: Tensor, classes: Tensor, weights: Tensor, mix: Tensor) -> Tensor:
+        x = (self.run(x).unsqueeze(1) @ mix).squeeze(1)
+        return functional.cross_entropy(x, classes, weights)
+
+
+def test_a_table_with_as_many_rows_as_there_are_samples_is_passed_whole_if_the_model_runs_so_only() -> None:
+    batch = (torch.randn(4, 4), torch.arange(4), torch.rand(4), torch.randn(4, 4))
+    plan = quick_plan(Weighted(), batch, ranks=2, microbatches=2, schedule="1f1b")
+    assert dict(plan.split) == {"weights": None, "mix": None}
+    assert penstock.check(Weighted(), plan, batch).whole.ok
+
+
+class TimeFirst(Blocks):
+    """Adds up the states before each position; the first dimension is time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x.cumsum(0))
+
+
+def test_samples_that_depend_on_each_other_are_warned_of_when_planning() -> None:
+    x = torch.randn(6, 3, 4)
+    with pytest.warns(penstock.PenstockWarning, match=r"depend on the samples beside it.*\ntry: split=\{'x': 1\}"):
+        quick_plan(TimeFirst(), (x,), ranks=2, microbatches=2, schedule="1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quick_plan(TimeFirst(), (x,), ranks=2, microbatches=3, schedule="1f1b", split={"x": 1})
+        quick_plan(TimeFirst(), (x,), ranks=2, microbatches=1, schedule="1f1b")
+
+
+class Keeping(Blocks):
+    """Keeps a mean of what it has seen, which it subtracts or not."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.is_used = is_used
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += x.mean(0)
+        return self.run(x - self.mean.clone() if self.is_used else x)
+
+
+def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None:
+    batch = (torch.randn(4, 4),)
+    with pytest.warns(penstock.PenstockWarning, match=r"uses buffers that it writes, .* for the batch: mean; results"):
+        find_split(Keeping(True), batch, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find_split(Keeping(False), batch, {})
+
+
+def test_random_results_are_no_interaction_of_samples() -> None:
+    class Noisy(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(x + torch.randn_like(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_split(Noisy(), (torch.randn(4, 4),), {}) == {}
 
 
 def test_the_error_of_a_model_that_cannot_run_at_all_is_reported_by_planning() -> None:
@@ -200,7 +265,7 @@ def test_a_batch_that_no_rule_splits_is_refused_with_its_arguments() -> None:
     with pytest.raises(RunError, match=r"arguments: others \(8, 4\), batch: 4") as error:
         penstock.plan(Ranked(), (torch.randn(4, 4), torch.randn(8, 4)), ranks=2, microbatches=2)
     assert error.value.hint.startswith("split={'others': None} or split={")
-    assert error.value.hint.endswith("split={'others': penstock.Rows(2)}")
+    assert "split={'others': penstock.Rows(2)} or microbatches=1" in error.value.hint
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock.capture import DispatchMode, capture, isolation
@@ -251,3 +251,25 @@ def test_tensors_with_nan_in_the_same_places_are_the_same() -> None:
         tensor = torch.tensor([1.0, math.nan], dtype=dtype)
         assert same_content(tensor, tensor.clone())
         assert not same_content(tensor, tensor + 1)
+
+
+class Observer(nn.Module):
+    """Resizes a buffer in its first forward, as observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.largest.numel():
+            self.largest.resize_(4)
+        self.largest.copy_(x.detach().amax(0))
+        return self.linear(x)
+
+
+def test_a_buffer_that_a_block_resizes_is_as_before() -> None:
+    model = nn.Sequential(Observer(), Observer())
+    captured = penstock.capture(model, (torch.randn(3, 4),))
+    assert len(captured.graph.nodes) == 2
+    assert all(block.largest.shape == (0,) for block in model)

@@ -161,3 +161,8 @@ def test_a_graph_that_names_no_module_of_the_model_is_refused_before_anything_is
     forged = dataclasses.replace(graph, nodes=(dataclasses.replace(node, module=name), *rest))
     with pytest.raises(CaptureError, match="names a module that the model does not have"):
         Captured.planned(Stack(), forged)
+
+
+def test_a_model_that_is_wrapped_for_data_parallelism_is_refused():
+    with pytest.raises(CaptureError, match=r"wrapped for data parallelism.*got: DataParallel\)\ntry: model.module"):
+        penstock.capture(torch.nn.DataParallel(Stack()), (BATCH,))

@@ -80,7 +80,7 @@ MISTAKES = {
     "no function": Mistake("plan model.py", 2, "expected FILE.py:FUNCTION", "model.py:FUNCTION"),
     "a function that is misspelled": Mistake("plan model.py:biuld", 2, "no such function", "did you mean build?"),
     "no model returned": Mistake("plan model.py:number", 2, "(function: number, got: int)", "return model, args"),
-    "a function that fails": Mistake("plan model.py:crash", 2, "model.py:9, error: NameError", "model.crash()"),
+    "a function that fails": Mistake("plan model.py:crash", 2, "model.py:9, error: NameError", "['crash']()"),
     "a model without its batch": Mistake("plan model.py:alone", 3, "missing a required argument", "return model, args"),
     "a directory instead of a file": Mistake(
         "plan none:build", 2, "expected a file, got a directory", "none/FILE.py:build"
@@ -146,6 +146,7 @@ MISTAKES = {
     "stages it cannot hold": Mistake("simulate zbv --stages-per-rank 3", 2, "this number of", "--stages-per-rank 2"),
     "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "must be a list of numbers", "--sweep 4,8,16"),
     "a negative time": Mistake("simulate gpipe --forward -1", 2, "forward must be a finite number, 0 or more"),
+    "an enormous time": Mistake("simulate zbv --forward 1e308", 2, "forward must be at most 1e+100"),
     "a time that is no number": Mistake("simulate gpipe --latency nan", 2, "latency must be finite seconds"),
     "more overlap than there is": Mistake("simulate gpipe --overlap 2", 2, "overlap must be a share between 0 and 1"),
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),

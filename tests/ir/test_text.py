@@ -136,6 +136,11 @@ def test_blanks_around_cells_and_other_line_ends_do_no_harm():
     assert read_orders(" 0F0 ,0B0\r\n1F0, 1B0\r\n\r\n") == read_orders("0F0,0B0\n1F0,1B0")
 
 
+def test_a_byte_order_mark_does_no_harm(tmp_path):
+    (tmp_path / "orders.csv").write_text("0F0,0B0\r\n", encoding="utf-8-sig")
+    assert Schedule.from_csv(tmp_path / "orders.csv") == Schedule.from_csv("0F0,0B0\n")
+
+
 def test_a_single_cell_is_a_document_and_not_a_path():
     assert read_orders("0F0") == Orders.of([[Forward(0, 0)]])
 

@@ -121,11 +121,18 @@ def test_a_model_without_a_warning_has_the_loss_of_its_microbatches(name: str) -
 @pytest.mark.parametrize("name", sorted(UNSCORED - ROUGH))
 def test_of_models_without_a_loss_only_batch_norm_causes_a_warning(name: str) -> None:
     model, args, kwargs = ZOO[name]()
-    pieces = BatchSplitter(model.forward).split(Batch(args, without_cache(model, kwargs)), 1)
+    pieces = BatchSplitter(model.forward).split(Batch(args, without_cache(model, kwargs)), 2)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
-    step = LossStep(pieces, [captured.first], True, weights=(1.0,))
+    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
     assert [BATCH_NORM in warning for warning in found] == [True] * (name == "batch_norm")
+
+
+def test_samples_of_the_only_microbatch_may_interact() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    captured, pieces = capture(model, (X,)), BatchSplitter(model.forward).split(Batch((X,), {}), 1)
+    step = LossStep(pieces, [captured.first], True, weights=(1.0,))
+    assert LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step) == ()
 
 
 X, T = torch.randn(6, 4), torch.randn(6, 3)
@@ -302,9 +309,9 @@ def test_batch_norm_causes_a_warning_only_where_it_takes_statistics(norm: nn.Mod
 
 def test_of_many_layers_three_are_named() -> None:
     model, args, kwargs = ZOO["resnet50"]()
-    captured = capture(model, args, kwargs)
-    pieces = BatchSplitter(model.forward).split(Batch(args, kwargs), 1)
-    step = LossStep(pieces, [captured.first], True, weights=(1.0,))
+    pieces = BatchSplitter(model.forward).split(Batch(args, kwargs), 2)
+    captured = capture(model, pieces[0].args, pieces[0].kwargs)
+    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
     (warning,) = LossWeights(captured, OneReplica()).warnings(step)
     assert warning.endswith(": bn1, layer1.0.bn1, layer1.0.bn2 and 50 more")
 
