@@ -192,7 +192,6 @@ class _Search:
             return possible[0]
         if not possible and ran == [candidates[0]]:
             # Samples interact in this model, but no other way of splitting its arguments runs.
-            self._warn_of_interaction(self._arguments[0].name)
             return candidates[0]
         raise self._undecided(candidates)
 
@@ -212,7 +211,7 @@ class _Search:
                 return self.decide([rules, *islice(self._with_whole_arguments(rules), _MAX_CANDIDATES)])
             except RunError:
                 return rules
-        if _compare(ran[0], ran[1:], [part.size for part in halves]) == _DIFFERENT:
+        if _interact(ran[0], ran[1:], few.size):
             self._warn_of_interaction(next(iter(few.cuts)))
         return rules
 
@@ -408,6 +407,20 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
                     return _DIFFERENT
                 agreement = _POSSIBLE
     return agreement
+
+
+def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int) -> bool:
+    """Whether a result with one row per sample is another one in the parts; other results are not compared."""
+    if any(len(part) != len(whole) for part in parts):
+        return False
+    for expected, *results in zip(whole, *parts, strict=True):
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        if isinstance(expected, Tensor) and len(tensors) == len(parts):
+            dim = additive_dim(tuple(expected.shape), [tuple(tensor.shape) for tensor in tensors])
+            has_rows = dim is not None and expected.shape[dim] == num_samples
+            if has_rows and not _is_close(torch.cat(tensors, dim), expected):
+                return True
+    return False
 
 
 def additive_dim(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:

@@ -240,14 +240,19 @@ def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None
         find_split(Keeping(False), batch, {})
 
 
-def test_random_results_are_no_interaction_of_samples() -> None:
+def test_random_results_and_an_entry_per_sample_are_no_interaction_of_samples() -> None:
     class Noisy(Blocks):
         def forward(self, x: Tensor) -> Tensor:
             return self.run(x + torch.randn_like(x))
 
+    class Listing(Blocks):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return list(self.run(x))
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_split(Noisy(), (torch.randn(4, 4),), {}) == {}
+        assert find_split(Listing(), (torch.randn(4, 4),), {}) == {}
 
 
 def test_the_error_of_a_model_that_cannot_run_at_all_is_reported_by_planning() -> None:
