@@ -226,14 +226,20 @@ class _Search:
             for name, _ in module.named_buffers(recurse=False)
             if not isinstance(module, _NormBase)
         ]
-        if not names:
+        try:
+            few = self._few_samples(rules) if names else None
+        except RunError:
+            # Splitting the batch reports it.
+            few = None
+        if few is None:
             return
-        few = self._few_samples(rules)
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         versions = {name: buffers[name]._version for name in names}
         first = self._run(few.args, few.kwargs)
         written = [name for name in names if buffers[name]._version != versions[name]]
         second = self._run(few.args, few.kwargs) if first is not None and written else None
+        # Dropout and statistics of norms have no effect in eval mode, in which samples are compared.
+        self._is_pure = True
         pairs = zip(first or (), second or (), strict=False)
         if any(isinstance(one, Tensor) and isinstance(two, Tensor) and not _is_close(two, one) for one, two in pairs):
             _warn(

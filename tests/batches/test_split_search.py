@@ -204,8 +204,13 @@ def test_a_table_with_as_many_rows_as_there_are_samples_is_passed_whole_if_the_m
 class TimeFirst(Blocks):
     """Adds up the states before each position; the first dimension is time."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("scale", torch.ones(()))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(x.cumsum(0))
+        return self.run(self.dropout(x).cumsum(0) * self.scale)
 
 
 def test_samples_that_depend_on_each_other_are_warned_of_when_planning() -> None:
