@@ -17,6 +17,38 @@ from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 from tests.measure.test_memory import SPEED
 
 
+class SimulatedClock:
+    """Seconds that pass only when a node says so, so that no other work on the machine disturbs them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """The seconds that have passed."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock, timing = SimulatedClock(), import_module("penstock.measure.timing")
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing, "waited_seconds", lambda: 0.0)
+    return clock
+
+
+class Timed(nn.Module):
+    """Takes so many seconds of a simulated clock."""
+
+    def __init__(self, clock: SimulatedClock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x times one."""
+        self.clock.now += self.seconds
+        return x * 1.0
+
+
 class Sleep(nn.Module):
     """Takes its time."""
 
@@ -34,9 +66,9 @@ def quick(model: nn.Module, *args: object) -> Profile:
     return measure(measured(model, *args), iterations=1)
 
 
-def test_a_node_that_takes_four_times_as_long_is_found_to():
-    profile = quick(chain(Block(), Sleep(0.03), Sleep(0.12)))
-    assert 2.5 < profile["2"].forward / profile["1"].forward < 6.0
+def test_a_node_that_takes_four_times_as_long_is_found_to(clock):
+    profile = quick(chain(Block(), Timed(clock, 0.03), Timed(clock, 0.12)))
+    assert profile["2"].forward / profile["1"].forward == pytest.approx(4.0, rel=1e-3)
     assert profile["0"].forward < profile["1"].forward
 
 
@@ -60,9 +92,14 @@ def test_nodes_that_look_alike_share_their_cost_unless_samples_of_them_are_far_a
     assert len({(cost.forward, cost.backward) for cost in costs[1:]}) == different
 
 
-def test_a_node_that_looks_like_others_and_takes_longer_is_found():
-    slow, *others = (Sleep(0.001) for _ in range(5))
-    slow.forward = lambda x: time.sleep(0.1) or x * 1.0
+def test_a_node_that_looks_like_others_and_takes_longer_is_found(clock):
+    slow, *others = (Timed(clock, 0.001) for _ in range(5))
+
+    def forward(x):
+        clock.now += 0.1
+        return x * 1.0
+
+    slow.forward = forward
     profile = quick(chain(slow, *others))
     assert profile["0"].forward > 3 * profile["4"].forward
 
