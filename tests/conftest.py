@@ -1,6 +1,7 @@
 """Settings that every test shares, made before torch is loaded."""
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -132,6 +133,10 @@ def pools() -> Iterator[Any]:
     from penstock.launch import scratch_directory
     from tests.process_pool import Pools
 
+    # The processes are forked: what is loaded here, none of them loads again.
+    for name in ("matplotlib.pyplot", "pydantic"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     with scratch_directory() as directory:
         pools = Pools(directory)
         yield pools
