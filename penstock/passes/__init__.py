@@ -37,6 +37,7 @@ __all__ = [
     "DEFAULT_PASSES",
     "PASSES",
     "AddShardMoves",
+    "HoistReceives",
     "Pass",
     "check_complete",
     "lower",

@@ -35,8 +35,8 @@ from penstock.simulate import simulate
 
 GIVEN = "given"
 """in place of a name, for a schedule or stages that the user gave"""
-_DEPTHS = (1, 2, 3, 4)
-"""stages per rank that are considered if the options leave them open"""
+_STAGES_PER_RANK = (1, 2, 3, 4)
+"""numbers of stages per rank that are considered if the options leave them open"""
 LIGHT = 0.1
 """share of the mean seconds of a stage below which a node is not worth a stage"""
 _TRAFFIC_FACTOR = 4.0
@@ -132,7 +132,7 @@ class StageLayout:
         )
 
 
-class Found(NamedTuple):
+class LayoutPlan(NamedTuple):
     """A plan and the layout that it was made from."""
 
     plan: Plan
@@ -211,7 +211,7 @@ def _placements(options: PlanOptions, count: int, has_choice: bool) -> list[Plac
     is_chosen = has_choice and depth is None and isinstance(given, str)
     if is_chosen and find_partitioner(str(given)).chooses_placement:
         return [None]
-    depths = _DEPTHS if depth is None else (depth,)
+    depths = _STAGES_PER_RANK if depth is None else (depth,)
     found: list[Placement | None] = [Placement.loop(ranks, depth) for depth in depths]
     if 2 in depths and ranks > 1:
         # On one rank a vee is a loop.
@@ -271,9 +271,9 @@ def _divide(name: str, problem: Problem, joins_light: bool, is_mixed: bool = Fal
 def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """Returns groups that keep light nodes, such as a view or a norm, with a heavier neighbour.
 
-    A node is light if it takes less than a tenth of the mean seconds of a stage. A group is the chain from a light node
-    to the first heavier node before or after it, if its light nodes are light in total and nothing branches off. The
-    side on which more bytes would be sent if it were cut there is tried first.
+    A node is light if it takes less than LIGHT times the mean seconds of a stage. A group is the chain from a light
+    node to the first heavier node before or after it, if its light nodes are light in total and nothing branches off.
+    The side on which more bytes would be sent if it were cut there is tried first.
     """
     graph, profile = problem.graph, problem.profile
     num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks
@@ -351,7 +351,8 @@ def _cut(
         if cut not in seen and placement in (None, found):
             seen.add(cut)
             layout = _layout(measured, *cut, count, options, given)
-            # Loops and vees are cut one by one, unless the partitioner alone chooses.
+            # Without a placement the partitioner may return a loop or a vee, which `_placements` lists anyway, unless
+            # the partitioner alone chooses.
             if placement or layout.choices.placement == "mixed" or find_partitioner(given).chooses_placement:
                 yield layout
 
@@ -378,7 +379,7 @@ def _layout(
     return StageLayout(measured, partition, placement, count, options.cluster, choices, options.training)
 
 
-def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
+def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPlan]:
     """Yields the plan with the requested schedule; for "auto" with every schedule of the table for the placement.
 
     With recompute="auto" stages recompute, one more on every rank that lacks memory, until the plan fits.
@@ -399,7 +400,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
     for name in names:
         is_full = options.recompute == "full"
         start = layout.recomputing((True,) * layout.partition.num_stages) if is_full else layout
-        found = _with_schedule(start, name, asked)
+        found = _plan_with_schedule(start, name, asked)
         while found is not None and options.recompute == AUTO and excess_bytes(found.plan) > 0:
             # On every rank that lacks memory one more stage, which frees the most for its time.
             plan, flags = found.plan, list(found.plan.choices.recompute)
@@ -413,35 +414,35 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
                 break
             # Certified at the end: the bound of a plan that does not fit is not used.
             more = replace(layout.recomputing(tuple(flags)), is_certified=False)
-            found = _with_schedule(more, name, asked)
+            found = _plan_with_schedule(more, name, asked)
         if found is not None:
             yield _certified(found) if layout.is_certified else found
 
 
-def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[Found]:
+def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[LayoutPlan]:
     """Yields the plan with an order made for these costs and this memory; nothing if no order fits."""
     try:
         made = synthesise(layout.problem, budget_seconds=budget_seconds)
     except ScheduleError:
         return
-    yield Found(layout.plan(made.best.schedule, AUTO, made.bound.seconds), layout)
+    yield LayoutPlan(layout.plan(made.best.schedule, AUTO, made.bound.seconds), layout)
 
 
-def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | None:
+def _plan_with_schedule(layout: StageLayout, name: str, asked: object) -> LayoutPlan | None:
     """None if the schedule has another placement, or does not support that many stages."""
     if isinstance(asked, Schedule | Program):
-        return Found(layout.plan(asked, GIVEN), layout)
+        return LayoutPlan(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
-    return Found(layout.plan(built, name), layout) if built is not None else None
+    return LayoutPlan(layout.plan(built, name), layout) if built is not None else None
 
 
-def _certified(found: Found) -> Found:
+def _certified(found: LayoutPlan) -> LayoutPlan:
     """The plan with its lower bound, if that was left out."""
     if found.layout.is_certified:
         return found
     layout, predicted = replace(found.layout, is_certified=True), found.plan.predicted
     bound = min(layout.bound, predicted.makespan)
-    return Found(replace(found.plan, predicted=replace(predicted, lower_bound=bound)), layout)
+    return LayoutPlan(replace(found.plan, predicted=replace(predicted, lower_bound=bound)), layout)
 
 
 def excess_bytes(plan: Plan) -> int:

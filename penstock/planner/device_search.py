@@ -1,9 +1,10 @@
 """Divides devices into replicas, pipeline ranks and tensor-parallel ranks, for a batch of fixed size.
 
-Every division has a closed-form bound: the work of its busiest rank, and the state that a rank holds. The others are
-simulated in the order of an estimate, and the best are planned with the whole effort. Replicas are equal, so one
-pipeline is simulated; they average their gradients as the runtime does, stage by stage from the last backward on. With
-many microbatches the step is extrapolated from shorter ones, as the steady state of a schedule repeats.
+Closed-form bounds (the work of the busiest rank, the state of a rank) exclude some divisions. The rest are simulated,
+those with the shortest estimated step first, and the best are searched like a plan for one pipeline. Replicas are
+equal, so one pipeline is simulated; they average their gradients as the runtime does, stage by stage from the last
+backward on. With many microbatches the step is extrapolated from shorter ones, as the steady state of a schedule
+repeats.
 """
 
 import time
@@ -27,7 +28,7 @@ from penstock.ir import (
     percent_text,
     seconds_text,
 )
-from penstock.planner.candidates import LIGHT, Found, Measured, excess_bytes, layouts, table_plans
+from penstock.planner.candidates import LIGHT, LayoutPlan, Measured, excess_bytes, layouts, table_plans
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import OnProgress, search
 from penstock.planner.tensor_parallel_costs import TensorParallel, split_tensors
@@ -35,8 +36,9 @@ from penstock.schedules import build_on, find
 
 _FIRST_SCHEDULE, _FIRST_INTERLEAVED = "1f1b", "interleaved"
 """the schedules with which divisions are compared, if the schedule is left open"""
-_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
-"""stages per rank that are compared, if they are left open"""
+_STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8)
+"""numbers of stages per rank that are compared, if they are left open; more than `candidates.py` tries, as only one
+schedule is simulated for each"""
 _REFINED = 3
 """divisions that are planned with all schedules, as far as the budget allows"""
 _SHARE = 0.5
@@ -242,7 +244,7 @@ class _DeviceSearch:
     def _orders(self) -> Iterator[tuple[str, int]]:
         """The schedules and stages per rank that are compared."""
         asked, depth = str(self._options.schedule), self._options.stages_per_rank
-        allowed = _DEPTHS if asked == AUTO else find(asked).choices or _DEPTHS
+        allowed = _STAGES_PER_RANK if asked == AUTO else find(asked).choices or _STAGES_PER_RANK
         for each in allowed if depth is None else (depth,):
             open_schedule = _FIRST_SCHEDULE if each == 1 else _FIRST_INTERLEAVED
             yield (open_schedule if asked == AUTO else asked), each
@@ -333,11 +335,14 @@ class _DeviceSearch:
             return replace(layout, lost=f"needs {bytes_text(layout.peak)} of {limit} per rank")
         return layout
 
-    def _compared_plan(self, layout: DeviceLayout, count: int, is_certified: bool) -> Found | None:
-        """The best plan with the schedule of the layout; None if the schedule does not support `count` stages."""
+    def _compared_plan(self, layout: DeviceLayout, count: int, is_certified: bool) -> LayoutPlan | None:
+        """The best plan with the schedule of the layout, for `count` microbatches.
+
+        None if the schedule does not support the stages of the layout.
+        """
         cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
         asked = self._asked(layout, cluster, count)
-        best: Found | None = None
+        best: LayoutPlan | None = None
         for cut in layouts({count: self._model(layout).measured}, asked):
             for found in table_plans(replace(cut, is_certified=is_certified), asked):
                 best = found if best is None else min(best, found, key=_fit_and_seconds)
@@ -376,15 +381,15 @@ class _DeviceSearch:
 
     def _with_plan(self, layout: DeviceLayout, plan: Plan) -> DeviceLayout:
         """The layout with the prediction of its plan."""
-        seen = plan.predicted
+        predicted = plan.predicted
         return replace(
             layout,
             schedule=plan.choices.schedule,
             recomputed=sum(plan.choices.recompute),
-            makespan=seen.makespan,
-            bubble=max(0.0, seen.bubble),
-            peak=max(seen.peaks),
-            mfu=self._mfu(layout, seen.makespan),
+            makespan=predicted.makespan,
+            bubble=max(0.0, predicted.bubble),
+            peak=max(predicted.peaks),
+            mfu=self._mfu(layout, predicted.makespan),
         )
 
     def _mfu(self, layout: DeviceLayout, seconds: float) -> float | None:
@@ -477,11 +482,11 @@ def _seconds(layout: DeviceLayout) -> float:
     return layout.makespan
 
 
-def _fit_and_seconds(found: Found) -> tuple[bool, float]:
+def _fit_and_seconds(found: LayoutPlan) -> tuple[bool, float]:
     return excess_bytes(found.plan) > 0, found.plan.predicted.makespan
 
 
-def _with_microbatches(found: Found, count: int) -> Plan:
+def _with_microbatches(found: LayoutPlan, count: int) -> Plan:
     """The plan with the same cuts, recomputation and schedule for another number of microbatches."""
     layout, name = replace(found.layout, num_microbatches=count), found.plan.choices.schedule
     orders = build_on(layout.placement, name, count, layout.costs)

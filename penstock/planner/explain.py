@@ -14,12 +14,14 @@ from penstock.planner.options import AUTO, PlanOptions
 _EQUAL = 1e-6
 """difference of two steps, as a share, that is not reported as slower"""
 _NEAR = 0.05
+"""how near, as a share, work and memory must be to the step and the limit to be reported as the limit"""
 _NAMED = 8
 """cuts for which the cost of moves is reported"""
 _VISIBLE = 5e-4
 """difference of two steps, as a share, that is reported as a percentage"""
 _MORE_MICROBATCHES = (2, 4, 8, 16)
 _MORE_RANKS = (2, 4)
+"""factors that are tried if no plan fits"""
 
 
 class Move(NamedTuple):
@@ -33,7 +35,7 @@ class Move(NamedTuple):
 
 def reasons(plan: Plan, moves: Sequence[Move]) -> tuple[str, ...]:
     """Returns sentences: the busiest rank, the cost of moving a cut by one node, and the active limit."""
-    seen, work, (rank, most) = plan.predicted, work_seconds(plan), busiest(plan)
+    predicted, work, (rank, most) = plan.predicted, work_seconds(plan), busiest(plan)
     mean = sum(work) / len(work)
     above = percent_text(most / mean - 1) if mean else percent_text(0)
     found = [f"Rank {rank} has the most work: {seconds_text(most)} of a step, {above} above the mean of the ranks."]
@@ -49,13 +51,13 @@ def reasons(plan: Plan, moves: Sequence[Move]) -> tuple[str, ...]:
     if len(cheapest) > _NAMED:
         found.append(f"Moves over the other {len(cheapest) - _NAMED} cuts cost more.")
 
-    gap = percent_text(1 - seen.lower_bound / seen.makespan) if seen.makespan else percent_text(0)
+    gap = percent_text(1 - predicted.lower_bound / predicted.makespan) if predicted.makespan else percent_text(0)
     limit = "Filling and draining the pipeline is the limit"
-    if most >= (1 - _NEAR) * seen.makespan:
+    if most >= (1 - _NEAR) * predicted.makespan:
         limit = f"The work of rank {rank} is the limit"
     if plan.cluster.limits:
         fullest = _worst_rank(plan)
-        peak, memory = seen.peaks[fullest], plan.cluster.limits[fullest]
+        peak, memory = predicted.peaks[fullest], plan.cluster.limits[fullest]
         if peak >= (1 - _NEAR) * memory:
             limit = f"Memory is the limit: rank {fullest} holds {bytes_text(peak)} of {bytes_text(memory)}"
     return (*found, f"{limit}; no order of these stages can be more than {gap} shorter.")
@@ -113,7 +115,7 @@ def no_fit_error(plans: Sequence[Plan], models: Models, options: PlanOptions) ->
 
 
 def _ways_out(nearest: Plan, models: Models, options: PlanOptions) -> Iterator[str]:
-    """Every single change that would fit; each is tried."""
+    """Changes that would fit, one at a time: schedules, recomputation and ranks are tried, microbatches estimated."""
     if options.schedule != AUTO and _fits(models, replace(options, schedule=AUTO)):
         yield 'schedule="auto"'
     if options.recompute == "none" and _fits(models, replace(options, recompute="full")):

@@ -37,7 +37,7 @@ class PlanOptions:
     microbatches: int | str = AUTO
     """microbatches per batch"""
     schedule: str | Path | Schedule | Program = AUTO
-    """a name, a Schedule, a Program, or a CSV file; one with messages is run as it is"""
+    """a name, a Schedule, a Program, or a CSV file or its text; one with messages is run as it is"""
     partitioner: str | Partition | Division | Sequence[Sequence[str]] = AUTO
     """a name, a Partition, a Division with its placement, or lists of module names per stage"""
     stages_per_rank: int | None = None
@@ -47,7 +47,7 @@ class PlanOptions:
     recompute: str = "none"
     """one of "none", "full", or "auto": recompute activations where memory requires it"""
     budget_seconds: float = 10.0
-    """how long to search for a better plan"""
+    """seconds for the search; `penstock.plan` also measures within them"""
     training: TrainingState = TrainingState()
     """optimizer and precision, which count in memory"""
     shard_optimizer: bool = False
@@ -73,6 +73,7 @@ class PlanOptions:
             if count * self.cluster.ranks > MAX_STAGES:
                 sizes = {"stages_per_rank": count, "ranks": self.cluster.ranks}
                 raise PlanError("too many stages", hint=f"at most {MAX_STAGES} in all", **sizes)
+            object.__setattr__(self, "stages_per_rank", count)
         if self.shard_optimizer:
             # The search over devices replaces the cluster, and with it the number of shards.
             sharded = replace(self.training, optimizer_shards=self.cluster.replicas.count)

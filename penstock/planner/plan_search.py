@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.errors import PartitionError, ScheduleError
 from penstock.ir import Candidate, Graph, Partition, Plan, Search
 from penstock.planner.candidates import (
-    Found,
+    LayoutPlan,
     Models,
     StageLayout,
     excess_bytes,
@@ -26,7 +26,9 @@ OnProgress = Callable[[int, int], None]
 _CLOSE_ENOUGH = 1.002
 """a step this near to its bound is not improved further"""
 _MOST_CANDIDATES = 12
+"""candidates that a plan lists"""
 _MOST_SYNTHESISED = 4
+"""layouts for which an order is synthesised"""
 
 
 def search(models: Models, options: PlanOptions, on_progress: OnProgress | None = None) -> Plan:
@@ -42,7 +44,7 @@ class _Search:
     def __init__(self, models: Models, options: PlanOptions, on_progress: OnProgress | None) -> None:
         self._models, self._options, self._on_progress = models, options, on_progress
         self._end = time.monotonic() + options.budget_seconds
-        self._found: list[Found] = []
+        self._found: list[LayoutPlan] = []
         self._without_schedule: list[StageLayout] = []
 
     def best(self) -> Plan:
@@ -63,7 +65,7 @@ class _Search:
         chosen = self._winner.plan
         # The others from best to worst; those with equal results are listed once.
         candidates, seen = [_candidate(chosen, "")], {_results(chosen)}
-        for plan in sorted((found.plan for found in self._found if found.plan is not chosen), key=_rank):
+        for plan in sorted((found.plan for found in self._found if found.plan is not chosen), key=_sort_key):
             if _results(plan) not in seen and len(seen) < _MOST_CANDIDATES:
                 seen.add(_results(plan))
                 candidates.append(_candidate(plan, why_lost(plan, chosen)))
@@ -75,12 +77,12 @@ class _Search:
         return max(0.0, self._end - time.monotonic())
 
     @property
-    def _fitting(self) -> list[Found]:
+    def _fitting(self) -> list[LayoutPlan]:
         return [found for found in self._found if excess_bytes(found.plan) <= 0]
 
     @property
-    def _winner(self) -> Found:
-        return min(self._fitting, key=lambda found: _rank(found.plan))
+    def _winner(self) -> LayoutPlan:
+        return min(self._fitting, key=lambda found: _sort_key(found.plan))
 
     def _report(self) -> None:
         if self._on_progress is not None:
@@ -135,7 +137,7 @@ class _Search:
             if not better or self._options.partitioner != AUTO or not self._seconds_left:
                 return [move for move, _ in moved]
             move, cut = min(better, key=lambda pair: pair[0].plan.predicted.makespan)
-            self._found.append(Found(move.plan, cut))
+            self._found.append(LayoutPlan(move.plan, cut))
 
     def _moves(self, plan: Plan, layout: StageLayout) -> Iterator[tuple[Move, StageLayout]]:
         """Every move of one node, with the same order; at least one, even if there is no time."""
@@ -174,13 +176,13 @@ def node_moves(graph: Graph, partition: Partition) -> Iterator[tuple[Partition, 
             yield moved, node, source, target
 
 
-def _rank(plan: Plan) -> tuple[bool, float, int]:
+def _sort_key(plan: Plan) -> tuple[bool, float, int]:
     return excess_bytes(plan) > 0, plan.predicted.makespan, max(plan.predicted.peaks)
 
 
 def _results(plan: Plan) -> tuple[object, ...]:
-    seen = plan.predicted
-    return plan.num_microbatches, plan.num_stages, f"{seen.makespan:.9g}", seen.peaks
+    predicted = plan.predicted
+    return plan.num_microbatches, plan.num_stages, f"{predicted.makespan:.9g}", predicted.peaks
 
 
 def _candidate(plan: Plan, lost: str) -> Candidate:

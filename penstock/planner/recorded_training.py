@@ -1,4 +1,4 @@
-"""RecordedTraining: the passes of a training with any framework, with their times, and their simulation.
+"""RecordedTraining: the passes of a training run of any framework, with their times, and their simulation.
 
 It holds some steps of one or more replicas. Its costs are per stage and microbatch, so that the simulation of a step
 differs from the measurement only by what passes and messages do not explain.
@@ -32,9 +32,9 @@ from penstock.planner.synthesis.evaluate import evaluate
 from penstock.planner.synthesis.problem import RankOrders, rank_orders, to_schedule
 from penstock.simulate import simulate
 
-PASSES = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
+PASS_ACTIONS = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
 """the kinds of passes that a recording may have, by their letter"""
-_LETTERS = {kind.kind: letter for letter, kind in PASSES.items()}
+_LETTERS = {kind.kind: letter for letter, kind in PASS_ACTIONS.items()}
 _MAX_SECONDS = 1e10
 """more than the seconds since 1970, which starts may be counted from"""
 _HINT = (
@@ -48,7 +48,7 @@ class RecordedPass(NamedTuple):
 
     rank: int
     kind: str
-    """one of PASSES"""
+    """one of PASS_ACTIONS"""
     stage: int
     microbatch: int
     start: float
@@ -84,7 +84,7 @@ class RecordedStep:
         count = 1 + max(each.microbatch for each in self.passes)
         try:
             for each in sorted(self.passes, key=lambda one: one.start):
-                orders[ranks.index(each.rank)].append(PASSES[each.kind](each.stage, each.microbatch))
+                orders[ranks.index(each.rank)].append(PASS_ACTIONS[each.kind](each.stage, each.microbatch))
             made = Schedule.of(Placement(tuple(ranks.index(rank_of[s]) for s in stages)), count, orders)
             _program(made)
         except ScheduleError as error:
@@ -137,7 +137,7 @@ def costs_of(seconds: Mapping[tuple[str, int, int], float]) -> StageCosts:
     count = 1 + max(microbatch for *_, microbatch in seconds)
     table = {
         kind: [[seconds.get((kind, stage, m), 0.0) for m in range(count)] for stage in range(num_stages)]
-        for kind in PASSES
+        for kind in PASS_ACTIONS
     }
     for stage in range(num_stages):
         for m in range(count):
@@ -146,7 +146,7 @@ def costs_of(seconds: Mapping[tuple[str, int, int], float]) -> StageCosts:
             else:
                 table["I"][stage][m] = table["W"][stage][m] = table["B"][stage][m] / 2
     columns: dict[str, Any] = {
-        PASS_NAMES[PASSES[letter].kind]: tuple(map(tuple, rows)) for letter, rows in table.items()
+        PASS_NAMES[PASS_ACTIONS[letter].kind]: tuple(map(tuple, rows)) for letter, rows in table.items()
     }
     # Messages of one byte: a latency is all that is known of them.
     messages = tuple(MessageCost(stage, stage + 1, 1, 1) for stage in range(num_stages - 1))

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
 from penstock.planner.recorded_training import (
-    PASSES,
+    PASS_ACTIONS,
     RecordedPass,
     RecordedStep,
     RecordedTraining,
@@ -70,10 +70,11 @@ def _only(files: Sequence[Path], recording: RecordedTraining) -> RecordedTrainin
 def _read(path: Path) -> str:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1).decode()
+            data = file.read(MAX_JSON_BYTES + 1)
+        text = data.decode() if len(data) <= MAX_JSON_BYTES else None
     except (OSError, ValueError, EOFError) as error:
         raise FormatError("cannot read the file", file=path, reason=error) from None
-    if len(text) > MAX_JSON_BYTES:
+    if text is None:
         raise FormatError("the file is too large", file=path, limit=MAX_JSON_BYTES)
     return text
 
@@ -86,7 +87,7 @@ def _of_record(path: Path, record: object) -> RecordedTraining:
     return recording_of_traces(str(path), traces)
 
 
-# ----------------------------------------------------------------------------------------------------------- parquet
+# Parquet
 
 
 def read_parquet(path: Path) -> RecordedTraining:
@@ -109,9 +110,12 @@ def read_parquet(path: Path) -> RecordedTraining:
 
 
 def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> RecordedTraining:
-    """The recording of operations, each a row of COLUMNS; start and duration are in seconds."""
+    """The recording of operations, each a row of COLUMNS; start and duration are in seconds.
+
+    Starts are counted from any time that is the same for all rows of a step.
+    """
     passes: dict[tuple[int, int], list[RecordedPass]] = {}
-    ends: dict[int, float] = {}
+    spans_of_steps: dict[int, tuple[float, float]] = {}
     # The ranks of an operation between ranks wait for each other: it takes from the last start to the end.
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for number, (step, replica, stage, operation, sequence, microbatch, start, seconds) in enumerate(rows):
@@ -126,7 +130,8 @@ def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> RecordedT
             passes.setdefault((step, replica), []).append(one)
         elif key := _group(operation, step, replica, stage, sequence):
             groups.setdefault(key, []).append((start, start + seconds))
-        ends[step] = max(ends.get(step, 0.0), start + seconds)
+        first, last = spans_of_steps.get(step, (math.inf, -math.inf))
+        spans_of_steps[step] = min(first, start), max(last, start + seconds)
     taken: dict[str, list[float]] = {}
     for (operation, *_), spans in groups.items():
         seconds = max(0.0, max(end for _, end in spans) - max(start for start, _ in spans))
@@ -134,7 +139,8 @@ def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> RecordedT
     medians = {operation: median(values) for operation, values in taken.items()}
     latency = medians.pop("message", 0.0)
     steps = tuple(RecordedStep(step, replica, tuple(each)) for (step, replica), each in sorted(passes.items()))
-    whole = tuple(ends[step] for step in sorted({each.step for each in steps}))
+    step_spans = (spans_of_steps[step] for step in sorted({each.step for each in steps}))
+    whole = tuple(last - first for first, last in step_spans)
     return RecordedTraining(source, steps, latency, sum(medians.values()), whole)
 
 
@@ -152,7 +158,7 @@ def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -
     return (operation, step) if operation == "optimizer-clip-main-grad" else (operation, step, stage)
 
 
-# ------------------------------------------------------------------------------------------------------ Chrome traces
+# Chrome traces
 
 
 def read_chrome(files: Iterable[tuple[Path, str]]) -> RecordedTraining:
@@ -210,7 +216,7 @@ def _number(process: Any) -> int:
         raise FormatError("the process of a range must be a number", pid=repr(process)) from None
 
 
-# ---------------------------------------------------------------------------------------------------- logs of Megatron
+# Logs of Megatron
 
 
 def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTraining:
@@ -219,10 +225,9 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
     A log has the seconds of all microbatches together, so that each counts as the mean; the order is taken to be 1F1B.
     Every rank is a stage, unless the arguments of Megatron, at the beginning of the log, say otherwise.
     """
+    # Of each iteration, the seconds of all passes by kind and rank, and its own seconds.
     totals: list[dict[tuple[str, int], float]] = []
-    """of each iteration, the seconds of all passes by kind and rank"""
     seconds: list[float | None] = []
-    """of each iteration"""
     kind, has_ranges = "", False
     for line in text.splitlines():
         if iteration := _ITERATION.search(line):
@@ -266,7 +271,7 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
             for stage, order in enumerate(schedule.orders):
                 rank = ranks[stage * num_replicas + replica]
                 for place, action in enumerate(order):
-                    name = "F" if isinstance(action, PASSES["F"]) else "B"
+                    name = "F" if isinstance(action, PASS_ACTIONS["F"]) else "B"
                     if (name, rank) not in each:
                         raise FormatError("the log lacks a timer", file=path, rank=rank, timer=name)
                     taken = each[name, rank] / microbatches

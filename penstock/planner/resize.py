@@ -1,7 +1,7 @@
 """Plans and profiles for other numbers and sizes of microbatches."""
 
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from penstock.errors import PlanError, ScheduleError
@@ -15,14 +15,14 @@ from penstock.simulate import simulate
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
-    """Returns the plan for another number of microbatches of the same size; every rank gets the same result.
+    """Returns the plan for another number of microbatches of the same size.
 
     A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated. For more microbatches
     than a synthesised one has, a schedule of the table takes its place if that is predicted to be faster and fits in
     memory: between two repetitions the pipeline drains. A given program is truncated.
     """
     built = resized_schedule(plan, count)
-    resized = _with_schedule(plan, built)
+    resized = _resimulated(plan, built)
     bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
     predicted = replace(resized.predicted, lower_bound=min(bound, resized.predicted.makespan))
     return replace(resized, predicted=predicted)
@@ -43,18 +43,18 @@ def resized_schedule(plan: Plan, count: int) -> Schedule:
     has_costs = plan.costs.num_microbatches in (None, count)
     if plan.choices.schedule != AUTO or count <= plan.num_microbatches or not has_costs:
         return repeated
-    best = _with_schedule(plan, repeated)
+    best = _resimulated(plan, repeated)
     for name in SCHEDULES:
         built = build_on(repeated.placement, name, count, plan.costs)
         # With branches between stages an order of the table may deadlock.
         with suppress(ScheduleError):
-            found = best if built is None else _with_schedule(plan, built)
+            found = best if built is None else _resimulated(plan, built)
             if found.predicted.makespan < best.predicted.makespan and excess_bytes(found) <= 0:
                 best = found
     return best.schedule
 
 
-def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+def _resimulated(plan: Plan, schedule: Schedule) -> Plan:
     """The plan with another order, or with the beginning of its program, simulated; without a bound."""
     program = None if plan.program is None else plan.program.first(schedule.num_microbatches)
     trace = simulate(lower(program or schedule, cuts=plan.cuts), plan.costs, plan.cluster)
@@ -90,7 +90,7 @@ def _interpolate(one: Any, other: Any, share: float) -> Any:
             changed[field.name] = max(0, round(_between(here, there, share)))
         elif isinstance(here, float):
             changed[field.name] = max(0.0, _between(here, there, share))
-        elif hasattr(here, "__dataclass_fields__"):
+        elif is_dataclass(here):
             changed[field.name] = _interpolate(here, there, share)
     return replace(one, **changed)
 

@@ -38,19 +38,21 @@ from penstock.planner.synthesis.pass_table import Bools, Floats
 from penstock.schedules import SCHEDULES
 from penstock.simulate import simulate
 
-WINDOW, ENOUGH = 8, 6
-"""a rank is slow if ENOUGH of the last WINDOW steps were"""
+WINDOW_STEPS, MIN_SLOW_STEPS = 8, 6
+"""a rank is slow if MIN_SLOW_STEPS of the last WINDOW_STEPS were"""
 OVER_PLAN, OVER_PEERS, OVER_ONLY_PEER = 1.2, 1.35, 1.45
 """how many times the plan and the median of its peers a slow rank takes; a single peer may itself be misjudged"""
-OVER_USUAL, LEAST, MOST = 1.3, 1.1, 1.45
-"""how many times its usual ratio to its peers, once that is known, clipped to between LEAST and MOST times the peers"""
-PLAN_HOLDS = 0.5
-"""a plan that predicts more than twice the usual time is not compared with"""
-MEMORY = 50
-"""steps before the last WINDOW whose median is the usual ratio; at least WINDOW of them are needed"""
-CALL_SECONDS, LOST_SECONDS = 2e-4, 5e-4
+OVER_USUAL, MIN_OVER_PEERS, MAX_OVER_PEERS = 1.3, 1.1, 1.45
+"""how many times its usual ratio to its peers, once that is known, clipped to between MIN_OVER_PEERS (with one peer:
+OVER_USUAL) and MAX_OVER_PEERS times the peers"""
+MIN_USUAL_RATIO = 0.5
+"""the smallest usual ratio to the plan by which OVER_PLAN is multiplied: the plan may overestimate all passes"""
+HISTORY_STEPS = 50
+"""steps before the last WINDOW_STEPS whose median is the usual ratio; at least WINDOW_STEPS of them are needed"""
+CALL_SECONDS, MIN_LOST_SECONDS = 2e-4, 5e-4
 """overhead of a pass, and the least that a slow rank loses with each: where passes are short, overheads differ"""
 REPLAN_SECONDS = 1.0
+"""budget of the search for a plan that would help"""
 MAX_PASSES = 10_000
 """passes of a plan above which a new search would take too long"""
 _WORTH = 0.02
@@ -90,7 +92,7 @@ class _Ratios(NamedTuple):
     def slow(self, over_plan: Floats, over_peers: Floats) -> Bools:
         """Returns which ranks are beyond these limits."""
         is_beyond = (self.over_plan >= over_plan) & (self.over_peers >= over_peers)
-        return is_beyond & (self.lost_seconds >= LOST_SECONDS)
+        return is_beyond & (self.lost_seconds >= MIN_LOST_SECONDS)
 
 
 class _Step(NamedTuple):
@@ -108,8 +110,8 @@ class SlowRankDetector:
         self._plan = plan
         self._is_warm = False
         self._first = 0
-        self._steps: deque[_Step] = deque(maxlen=WINDOW)
-        self._earlier: deque[_Ratios] = deque(maxlen=MEMORY)
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
+        self._earlier: deque[_Ratios] = deque(maxlen=HISTORY_STEPS)
         self._slow: dict[int, SlowRank] = {}
 
     @property
@@ -125,7 +127,7 @@ class SlowRankDetector:
         if not self._is_warm or self._plan.num_ranks < 2:
             self._is_warm, self._first = True, step + 1
             return ()
-        if len(self._steps) == WINDOW and not self._slow:
+        if len(self._steps) == WINDOW_STEPS and not self._slow:
             self._earlier.append(self._steps[0].ratios)
         table = trace.program.table
         shortest = np.full((len(Kind), trace.program.num_stages), np.inf)
@@ -135,9 +137,9 @@ class SlowRankDetector:
         ratios = self._ratios(trace, shortest)
         self._steps.append(_Step(step, shortest, ratios, ratios.slow(*self._limits())))
         times = np.sum([each.is_slow for each in self._steps], axis=0)
-        for rank in [rank for rank in self._slow if times[rank] <= WINDOW - ENOUGH]:
+        for rank in [rank for rank in self._slow if times[rank] <= WINDOW_STEPS - MIN_SLOW_STEPS]:
             del self._slow[rank]
-        suspects = [int(rank) for rank in np.flatnonzero(times >= ENOUGH) if rank not in self._slow]
+        suspects = [int(rank) for rank in np.flatnonzero(times >= MIN_SLOW_STEPS) if rank not in self._slow]
         found = [each for rank in suspects if (each := self._confirm(rank, trace)) is not None]
         self._slow |= {each.rank: each for each in found}
         return tuple(found)
@@ -159,12 +161,13 @@ class SlowRankDetector:
     def _limits(self) -> tuple[Floats, Floats]:
         """The ratios to the plan and to its peers from which each rank is slow."""
         ones, has_one_peer = np.ones(self._plan.num_ranks), self._plan.num_ranks == 2
-        if len(self._earlier) < WINDOW:
+        if len(self._earlier) < WINDOW_STEPS:
             return OVER_PLAN * ones, (OVER_ONLY_PEER if has_one_peer else OVER_PEERS) * ones
         over_plan = np.median([ratios.over_plan for ratios in self._earlier], axis=0)
         over_peers = np.median([ratios.over_peers for ratios in self._earlier], axis=0)
-        least = OVER_USUAL if has_one_peer else LEAST
-        return OVER_PLAN * np.clip(over_plan, PLAN_HOLDS, 1), np.clip(OVER_USUAL * over_peers, least, MOST)
+        least = OVER_USUAL if has_one_peer else MIN_OVER_PEERS
+        over_plan = OVER_PLAN * np.clip(over_plan, MIN_USUAL_RATIO, 1)
+        return over_plan, np.clip(OVER_USUAL * over_peers, least, MAX_OVER_PEERS)
 
     def _confirm(self, rank: int, trace: Trace) -> SlowRank | None:
         """The rank, unless the shortest of its passes in all of the slow steps were short enough."""

@@ -32,8 +32,7 @@ from penstock.ir import (
     bytes_text,
     pack,
 )
-from penstock.passes import lower, verify
-from penstock.passes.hoist_receives import HoistReceives
+from penstock.passes import HoistReceives, lower, verify
 from penstock.schedules import build
 from penstock.simulate import simulate
 
@@ -149,7 +148,7 @@ def stream_staleness(staleness: str, warmups: Sequence[int], microbatches: int) 
 
     `warmups` are the numbers of forwards that each stage runs ahead.
     """
-    check_staleness(staleness)
+    check_staleness_name(staleness)
     if staleness == "2bw":
         return ((1, 1.0, 1),) * len(warmups)
     found = []
@@ -215,7 +214,7 @@ def simulate_stream(
     return simulate(program, replace(costs, state=state), cluster)
 
 
-def check_staleness(staleness: object) -> None:
+def check_staleness_name(staleness: object) -> None:
     """Refuse an unknown name."""
     if staleness not in STALENESS:
         raise ScheduleError("staleness must be one of the three modes", got=repr(staleness), hint=_HINT)
@@ -223,7 +222,7 @@ def check_staleness(staleness: object) -> None:
 
 def check_stream(plan: Plan, staleness: str) -> None:
     """Refuse a plan that cannot run without flushes."""
-    check_staleness(staleness)
+    check_staleness_name(staleness)
     if plan.program is not None or plan.schedule != build("1f1b", plan.num_ranks, plan.num_microbatches):
         raise ScheduleError(
             "an asynchronous pipeline must have a plan with one stage per rank and the schedule 1f1b",

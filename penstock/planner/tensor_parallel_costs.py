@@ -30,7 +30,7 @@ def split_tensors(
     measured: Measured,
     degree: int,
     link: LinkSpeed | None,
-    how: TensorParallel = TensorParallel(),
+    tensor_parallel: TensorParallel = TensorParallel(),
 ) -> Measured:
     """Returns graph and profile of one tensor-parallel rank; names of nodes and values stay.
 
@@ -48,7 +48,7 @@ def split_tensors(
     matrices = {value.name for value in graph.parameters if _is_matrix(value.spec)}
     parameters = tuple(Value(each.name, _split(each.spec, degree)) for each in graph.parameters)
     split, held = replace(graph, parameters=parameters), profile.held
-    if how.sequence_parallel:
+    if tensor_parallel.sequence_parallel:
         split = replace(split, nodes=tuple(_with_split_values(node, degree) for node in graph.nodes))
         is_split = {value.name for node in graph.nodes if not node.from_inputs for value in node.makes}
         held = tuple((name, size // degree if name in is_split else size) for name, size in held)
@@ -56,14 +56,18 @@ def split_tensors(
     for node in graph.nodes:
         cost = profile[node.name]
         count = len({graph.tensor_of(name) for name in node.parameters} & matrices)
-        if not count and (node.from_inputs or not how.sequence_parallel):
+        if not count and (node.from_inputs or not tensor_parallel.sequence_parallel):
             costs.append(cost)
             continue
-        moved = _gathered_bytes(graph, node) if how.sequence_parallel else sum(each.spec.bytes for each in node.makes)
+        moved = (
+            _gathered_bytes(graph, node)
+            if tensor_parallel.sequence_parallel
+            else sum(each.spec.bytes for each in node.makes)
+        )
         reduction = 0.0 if link is None else ring_seconds(degree, moved, link.latency, link.bandwidth)
         forward = min(count / 2, _MOST_COLLECTIVES) * reduction
-        backward = (1.5 if how.sequence_parallel else 1.0) * forward
-        costs.append(_split_cost(cost, degree, forward, backward, how.overlap_collectives))
+        backward = (1.5 if tensor_parallel.sequence_parallel else 1.0) * forward
+        costs.append(_split_cost(cost, degree, forward, backward, tensor_parallel.overlap_collectives))
     seconds = profile.step_seconds * sum(cost.seconds for cost in costs) / (profile.seconds or 1.0)
     changed = replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint, held=held)
     return Measured(split, changed)
@@ -74,7 +78,10 @@ def _is_matrix(spec: TensorSpec) -> bool:
 
 
 def _split(spec: TensorSpec, degree: int) -> TensorSpec:
-    """A tensor split along its first dimension that divides; a vector is replicated."""
+    """The spec of one rank's part of a matrix; a vector is replicated.
+
+    It is split along the first dimension that is a multiple of `degree`, else along dimension 0, rounded up.
+    """
     if not _is_matrix(spec):
         return spec
     divisible = [place for place, size in enumerate(spec.shape) if size % degree == 0]

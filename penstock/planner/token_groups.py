@@ -2,8 +2,8 @@
 
 The order of microbatches of unequal lengths matters: while the first ones fill the pipeline and the last ones drain it,
 ranks are idle in proportion to their lengths. Each batch has other lengths, so the time to plan is limited to a share
-of the predicted step. Everything here is computed by Python's floats: ranks that plan the same batch, on different
-machines too, get the same result.
+of the predicted step. Sums are computed in Python, in a fixed order, because those of numpy may differ between
+processors: ranks that plan the same batch, on different machines too, get the same result.
 """
 
 from collections import OrderedDict
@@ -23,6 +23,7 @@ from penstock.simulate import Makespans
 _STEPS_PER_OCTAVE = 8
 """how many padded lengths there are between a length and its double"""
 _SHORTEST_STEP = 8
+"""the smallest difference between two padded lengths"""
 _SHARES = (1.0, 0.5, 0.25)
 """shares of the budget that microbatches may have: smaller ones fill the pipeline earlier, but cost more passes"""
 _PLANNING_SHARE = 0.003
@@ -34,6 +35,7 @@ _PASS_SECONDS = 1e-4
 _DECAY = 0.8
 """weight of the recorded passes of a step relative to those of the next recorded step"""
 _MAX_KEPT = 256
+"""the most batches whose groups are kept, by their sorted lengths"""
 
 
 class TokenGroup(NamedTuple):

@@ -33,6 +33,7 @@ _SLOW = 1.02
 _UNEXPLAINED = 0.02
 """the share of a step by which measurement and simulation may differ before the report mentions it"""
 _CAUSES = ("warm-up", "wait", "imbalance", "drain")
+"""causes of idle time, in the order of the fields of `Idle`"""
 _MOST_TRACES = 64
 """the most pipelines that are simulated as traces, to divide their idle time by cause"""
 _SHOWN = 8
@@ -276,9 +277,9 @@ def _alternatives(
     note = "synthesised for the mean costs" + ("" if recording.splits_backward else ", if a backward splits in half")
     yield Alternative("schedule auto", scale * min(best.seconds, present), note)
     twice = schedule.repeated(2 * count)
-    longer = _named(schedule)
-    if longer is not None:
-        twice = build(longer, schedule.num_ranks, 2 * count)
+    present_name = _named(schedule)
+    if present_name is not None:
+        twice = build(present_name, schedule.num_ranks, 2 * count)
     yield Alternative(
         f"{2 * count} microbatches",
         # Everything outside the passes happens once for both halves; the caller adds it whole.
@@ -298,7 +299,7 @@ def _named(schedule: Schedule) -> str | None:
 
 
 def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str, Schedule, StageCosts]]:
-    """Schedules of the table on the same ranks; a stage that is cut in two has its work in equal halves."""
+    """Schedules of the table on the same ranks; a stage that is cut into n parts has 1/n of its work in each."""
     if schedule.placement != Placement.loop(schedule.num_ranks) or schedule.num_ranks == 1:
         return
     for name in SCHEDULES:

@@ -1,5 +1,6 @@
 """PlanOptions are checked before anything is measured."""
 
+import numpy as np
 import pytest
 
 from penstock.errors import PenstockError
@@ -47,3 +48,8 @@ def test_a_csv_is_read_as_a_schedule(tmp_path) -> None:
     schedule.to_csv(tmp_path / "order.csv")
     for given in (tmp_path / "order.csv", str(tmp_path / "order.csv"), (tmp_path / "order.csv").read_text()):
         assert PlanOptions(2, schedule=given).schedule == schedule
+
+
+def test_counts_are_stored_as_int():
+    options = PlanOptions(np.int64(2), np.int64(4), stages_per_rank=np.int64(2))
+    assert [type(each) for each in (options.ranks, options.microbatches, options.stages_per_rank)] == [int] * 3

@@ -285,6 +285,18 @@ def test_waiting_does_not_count_in_operations_between_ranks():
     assert [each.schedule.num_microbatches for each in recording.steps] == [4] * 4
 
 
+def test_starts_of_a_step_may_be_counted_from_any_time():
+    rows = [(*row[:6], row[6] + 1e6, row[7]) for row in rows_of_two_replicas()]
+    assert recording_of_rows("rows", rows).measured == recording_of_rows("rows", rows_of_two_replicas()).measured
+
+
+def test_files_above_the_limit_are_refused_also_with_characters_of_several_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.planner.recording_files.MAX_JSON_BYTES", 9)
+    (file := tmp_path / "trace.json").write_text("ääääää")
+    with pytest.raises(FormatError, match="the file is too large"):
+        read_recording([file])
+
+
 def test_parquet_files_of_the_straggler_study(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

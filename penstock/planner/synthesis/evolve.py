@@ -4,8 +4,9 @@ When a run is repeated in mirrored time with its own starts as keys, every pass 
 again, every pass starts as early as they allow. Each turn closes gaps that the other could not. Noise on the keys, and
 how far forwards are held back, make the difference between children of one parent.
 
-One large pool would soon hold nothing but variants of one good order. So an island begins with a few different orders,
-runs for some generations, and has its best order polished; every third island begins with the best found so far.
+This is an island-model evolutionary search: one large pool would soon hold nothing but variants of one good order. An
+island begins with a few different orders and runs for some generations; then simulated annealing (`polish`) improves
+its best order. Every third island begins with the best orders found so far.
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ _RULES = (12, 240)
 _BASE = 200
 """orders that islands begin with"""
 _FOUNDERS, _KEPT, _GENERATIONS = 8, 24, 10
+"""orders that an island begins with, orders that survive a generation, and generations of an island"""
 _CHILDREN = (12, 60)
 """the fewest and the most children of a generation"""
 _MOVES = (100, 1500)
@@ -63,9 +65,9 @@ def _explore(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> "Pool":
     begin, end = earliest_starts(table), earliest_starts(mirrored)
     size = goal.num_runs(0.15, table.num_passes, _RULES)
     pool = Pool.of_orders(table, seeds)
-    for way, heads, tails in ((table, begin, end), (mirrored, end, begin)):
+    for way, starts, remaining in ((table, begin, end), (mirrored, end, begin)):
         last_end = goal.bound - table.problem.step_seconds + float(table.after.max())
-        rules = portfolio(way, heads, tails[:, ::-1], last_end, size)
+        rules = portfolio(way, starts, remaining[:, ::-1], last_end, size)
         pool = pool.joined(Pool.of_runs(way, Greedy(way).run(rules)), _BASE)
         goal.spend(len(rules.keys) * table.num_passes)
         if len(pool) and goal.is_met(pool.best):

@@ -235,17 +235,17 @@ def _with_padding(values: Floats, filler: float) -> Floats:
     return np.pad(values, ((0, 0), (0, 1), (0, 1)), constant_values=filler)
 
 
-def portfolio(table: PassTable, heads: Floats, tails: Floats, bound: float, size: int) -> Rules:
+def portfolio(table: PassTable, starts: Floats, remaining: Floats, bound: float, size: int) -> Rules:
     """Returns at most `size` rules to start with: `steady_rule`, and all combinations of keys, releases and patience.
 
-    `heads` are the earliest starts, `tails` the seconds that must follow the end of each pass. The basic key of a pass
-    is the latest moment at which it may start if the step is to end at its bound. A release keeps an allocating pass
-    from running long before that moment; variants differ in how long.
+    `starts` are the earliest starts, `remaining` the seconds that must follow the end of each pass. The basic key of a
+    pass is the latest moment at which it may start if the step is to end at its bound. A release keeps an allocating
+    pass from running long before that moment; variants differ in how long.
     """
-    latest_start = bound - tails - table.by_microbatch
+    latest_start = bound - remaining - table.by_microbatch
     pace = table.busiest_seconds
     shifts = [shift * pace for shift in _EARLY] + [late * bound - early * pace for late in _LATE for early in (1, 0)]
-    steady = [] if table.is_mirrored else [steady_rule(table, heads)]
+    steady = [] if table.is_mirrored else [steady_rule(table, starts)]
     rules = list(product(shifts, PATIENCE, _keys(table, latest_start)))[: size - len(steady)]
     allocates = (table.allocated > 0)[:, None]
     found = Rules(
@@ -258,7 +258,7 @@ def portfolio(table: PassTable, heads: Floats, tails: Floats, bound: float, size
     return Rules(*(np.concatenate(parts) for parts in zip(*steady, found, strict=True)))
 
 
-def steady_rule(table: PassTable, heads: Floats) -> Rules:
+def steady_rule(table: PassTable, starts: Floats) -> Rules:
     """Returns the rule that leads into a steady state without idle time, as a single run.
 
     Every rank runs input gradients first, then forwards, and weight gradients only to fill gaps. From then on it
@@ -266,11 +266,11 @@ def steady_rule(table: PassTable, heads: Floats) -> Rules:
     just before the first gradient arrives would delay the gradient, on this rank and on all before it. So forwards that
     would overlap the earliest start of the first input gradient are released at its end.
     """
-    releases = np.zeros_like(heads)
+    releases = np.zeros_like(starts)
     for rows in table.rows_of_rank:
         # When the first input gradient of each stage starts and ends.
-        first = sorted((heads[row, 0], heads[row, 0] + table.seconds[row]) for row in rows if row % 3 == 1)
-        forwards = sorted((heads[row, column], row, column) for row in rows[::3] for column in range(heads.shape[1]))
+        first = sorted((starts[row, 0], starts[row, 0] + table.seconds[row]) for row in rows if row % 3 == 1)
+        forwards = sorted((starts[row, column], row, column) for row in rows[::3] for column in range(starts.shape[1]))
         now = 0.0
         for start, row, column in forwards:
             now = max(now, start)
@@ -281,7 +281,7 @@ def steady_rule(table: PassTable, heads: Floats) -> Rules:
                 # Later gradients find their gaps: input gradients and forwards alternate.
                 break
             now += table.seconds[row]
-    return Rules(by_kind(table, heads.shape[1])[None], releases[None], np.zeros(1))
+    return Rules(by_kind(table, starts.shape[1])[None], releases[None], np.zeros(1))
 
 
 def _keys(table: PassTable, latest_start: Floats) -> Sequence[Floats]:

@@ -101,7 +101,7 @@ def synthesise(
             named.append(order)
             if is_large and goal.is_met(order.seconds):
                 break  # each takes seconds, and none is faster
-    named.sort(key=_rank)
+    named.sort(key=_sort_key)
     found = list(named)
     # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
     kinds = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
@@ -112,13 +112,13 @@ def synthesise(
         # A single run, whose steady state is good for any number of microbatches, in place of a search.
         choices = choices[: goal.num_runs(1.0, problem.num_passes, (0, 1))]
     for unsplit in choices:
-        if found and goal.is_met(min(map(_rank, found))[0]):
+        if found and goal.is_met(min(map(_sort_key, found))[0]):
             break
         found += _search(problem, unsplit, goal.part(1 / len(choices)), named, bool(named) and is_large)
     found = found or [order for order in low_memory_orders(problem) if order.fits]
     if not found:
         raise _refusal(problem)
-    made = Synthesis(min(found, key=_rank), bound, tuple(named))
+    made = Synthesis(min(found, key=_sort_key), bound, tuple(named))
     can_prove = may_prove and problem.num_passes <= _PROVABLE and exact.can_prove(problem)
     if not can_prove or goal.is_met(made.seconds):
         return made
@@ -169,7 +169,7 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
     stages = range(len(problem.rank_of))
     way = [stage << 2 | F for stage in stages] + [stage << 2 | B for stage in reversed(stages)]
     for in_flight in range(1, min(problem.num_microbatches, problem.num_ranks) + 1):
-        # Microbatches start so far apart that one leaves before the next but `in_flight` enters.
+        # Far enough apart that microbatch k has left when microbatch k + in_flight enters.
         apart = -(-len(way) // in_flight)
         passes = sorted(
             (microbatch * apart + step, microbatch, step)
@@ -182,7 +182,7 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
         yield SimulatedOrder(problem, to_schedule(problem, orders), SYNTHESISED)
 
 
-def _rank(order: SimulatedOrder) -> tuple[float, int]:
+def _sort_key(order: SimulatedOrder) -> tuple[float, int]:
     return order.seconds, max(order.peaks)
 
 
