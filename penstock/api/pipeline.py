@@ -58,7 +58,7 @@ from penstock.runtime import (
     global_norm,
     make_optimizer,
 )
-from penstock.views import Cuts
+from penstock.views import Cuts as CutsView
 
 _CALLS = (
     "pipe.step(x, target=y).loss for forward and backward, pipe.evaluate(x, return_outputs=True).outputs for a forward"
@@ -78,7 +78,7 @@ class Pipeline:
     as soon as it can. The numbers are then not those of the unsplit model; docs/asynchronous.md defines them.
 
     Args:
-        model: the whole model, also on the meta device; a rank keeps the stages of its own
+        model: the whole model, which may be on the meta device; each rank keeps its own stages
         plan: the plan, the same on every rank
         loss_fn: `loss_fn(output, target)` returns the loss; None: the model returns its loss itself
         mesh: a DeviceMesh with the axis "pp", "dp" if there are replicas, and "tp" if `parallelize_fn` splits tensors
@@ -96,8 +96,8 @@ class Pipeline:
         staleness: None, or the kind of asynchronous pipeline: "stash", "2bw" or "predict"
         optimizer: with `staleness`, a function that is given parameters and returns their optimizer
         options: seed, timeouts and the handling of NaN and Inf
-        depth: as in `capture`, for the batches that this Pipeline records; None: as in the plan
-        basic_blocks: as in `capture`, for the batches that this Pipeline records
+        depth: as in `penstock.capture`, for the batches that this Pipeline records; None: as in the plan
+        basic_blocks: as in `penstock.capture`, for the batches that this Pipeline records
 
     Raises:
         RunError: if ranks were given different models, plans or options, or an option does not fit the others
@@ -142,6 +142,7 @@ class Pipeline:
         self._output_dims, self._split = output_dims, split
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
+        # From here on ranks communicate: every rank must reach the same collective calls.
         groups = _groups(plan, mesh, local, options.deadline_seconds)
         if not groups.is_local:
             ErrorPrinter.install(dist.get_rank())
@@ -180,6 +181,7 @@ class Pipeline:
             return Engine(part, plan, self._sync, loss_head, options, inputs, split)
 
         def pull_back_engine(plan: Plan) -> Engine:
+            """Runs backward from given gradients of the outputs: a vector-Jacobian product (`pull_back`)."""
             weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
             weights.checks_outputs = False  # the loss that a model returns is one of its outputs
             head = LossHead(part.captured, weights, plan.partition, scaler)
@@ -382,17 +384,14 @@ class Pipeline:
         """Convert the token budget to an int; raises an error, on every rank, if it is not usable."""
         value, error = as_int(budget_tokens), self._ambiguous("budget_tokens")
         if error is not None:
-            pass
-        elif value is None or value < 1:
-            error = RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens))
-        elif return_outputs:
-            hint = "return_outputs=False, or leave out budget_tokens"
-            error = RunError("budget_tokens does not combine with return_outputs: samples are reordered", hint=hint)
-        elif self._staleness is not None:
-            error = RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens")
-        if error is not None:
             self._refuse(call, error)
-        assert value is not None
+        if value is None or value < 1:
+            self._refuse(call, RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens)))
+        if return_outputs:
+            problem = "budget_tokens does not combine with return_outputs: samples are reordered"
+            self._refuse(call, RunError(problem, hint="return_outputs=False, or leave out budget_tokens"))
+        if self._staleness is not None:
+            self._refuse(call, RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens"))
         return value
 
     def _ambiguous(self, name: str) -> RunError | None:
@@ -462,20 +461,17 @@ class Pipeline:
             error = RunError("a split output layer needs a target, because it computes the loss only", hint=hint)
         else:
             return
-        self._sync.refuse(SyncRequest(call, self.num_steps), error)
-        raise error
+        self._refuse(call, error)
 
     def _check_losses(self, call: str, losses: object) -> None:
-        error = self._ambiguous("losses")
-        if error is not None:
-            pass
-        elif call == "step" and isinstance(self._engine, AsyncEngine):
-            hint = "the losses of the result"
-            error = RunError("an asynchronous step ends before its losses are known", hint=hint)
-        elif not isinstance(losses, list):
-            error = RunError("losses must be a list, which is filled", got=type(losses).__name__, hint="losses=[]")
-        if error is not None:
+        if (error := self._ambiguous("losses")) is not None:
             self._refuse(call, error)
+        if call == "step" and isinstance(self._engine, AsyncEngine):
+            problem = "an asynchronous step ends before its losses are known"
+            self._refuse(call, RunError(problem, hint="the losses of the result"))
+        if not isinstance(losses, list):
+            got = type(losses).__name__
+            self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
 
     def _refuse(self, call: str, error: RunError) -> NoReturn:
         """Raise an error of the arguments of a call, on every rank."""
@@ -557,7 +553,7 @@ class Pipeline:
         """The maximum of each value over all ranks. A collective call.
 
         Args:
-            *values: at most four numbers
+            *values: numbers, at most 4
 
         Returns:
             The maxima, the same on every rank.
@@ -793,8 +789,8 @@ class Pipeline:
         return given if self.optimizer is None else self.optimizer
 
     def describe(self) -> str:
-        """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
-        cuts = Cuts()((self.plan.graph, self.plan.partition))
+        """The plan, the tensors that cross each cut, and this rank's stages and parameters, as text."""
+        cuts = CutsView()((self.plan.graph, self.plan.partition))
         lines = [str(self.plan), "", cuts, ""]
         part, groups = self._part, self._part.groups
         position = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"

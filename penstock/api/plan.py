@@ -83,7 +83,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     ranks: int | Cluster | None = None,
-    microbatches: int | str,
+    microbatches: int | str = "auto",
     mesh: Any = None,
     schedule: str | Path | Schedule | Program = "auto",
     partitioner: str | Partition | Division | Sequence[Sequence[str]] = "auto",
@@ -121,7 +121,7 @@ def plan(
         ranks: the number of pipeline ranks, or a Cluster with the memory, slowness and links of every rank; None: that
             of the mesh. With a number, and costs that are measured here on the CPU, the ranks are processes of this
             machine: the costs of their messages are measured once and cached, and they share its cores
-        microbatches: how many microbatches a batch is split into, or "auto"
+        microbatches: how many microbatches a batch is split into; "auto": 1, 2, 4 or 8 per rank
         mesh: the DeviceMesh that the Pipeline will get: its axis "pp" has the ranks, and those along "dp" are replicas,
             whose averaging of gradients counts in the step; the example is then the batch of one replica
         schedule: a name, a Schedule, a Program or the path of a CSV file; an order with messages is run as it is, one
@@ -138,7 +138,7 @@ def plan(
         device: instead of `speed`, a DeviceSpeed or the name of a preset ("a100", "h100", ...), which also has the
             memory and the links of the ranks where `memory` and `ranks` leave them open
         devices: instead of `ranks`, a number of devices: replicas x pipeline ranks are searched too, the example is the
-            batch of all replicas, and `microbatches` must be "auto"; `plan.search.layouts` has all divisions
+            batch of all replicas, and `microbatches` must be "auto"; `plan.search.layouts` has all layouts
         tensor_parallel: with `devices`, over how many of them `parallelize_fn` splits each layer; "auto": 1, 2, 4 or 8
         sequence_parallel: with `tensor_parallel`, values between blocks are split over its ranks too, as Megatron does;
             stages of a Pipeline exchange whole values
@@ -150,8 +150,8 @@ def plan(
         shard_optimizer: every replica holds a part of the optimizer's state and of the master weights, as in ZeRO stage
             1, for instance with torch's ZeroRedundancyOptimizer
         budget_seconds: seconds for measuring and searching, approximately
-        depth: as in `capture`: how deep modules are opened
-        basic_blocks: as in `capture`: modules that stay whole
+        depth: as in `penstock.capture`: how deep modules are opened
+        basic_blocks: as in `penstock.capture`: modules that stay whole
         vocabulary_shards: split the output layer and its cross entropy into this many shards along the vocabulary,
             which may be placed on any ranks; "auto": one per rank if that is possible and predicted to be faster;
             None: do not
@@ -159,7 +159,7 @@ def plan(
             `vocabulary_shards` needs it
 
     Returns:
-        The plan: frozen, printable, the same wherever it is loaded.
+        The plan with the shortest predicted step that fits in memory.
 
     Raises:
         CaptureError: if the model cannot be recorded
@@ -168,7 +168,7 @@ def plan(
         PlanError: if the arguments do not fit together
     """
     if devices is not None and (ranks is not None or mesh is not None or microbatches != "auto"):
-        raise PlanError("devices must be given without ranks, mesh and microbatches", hint='microbatches="auto"')
+        raise PlanError("devices must be given without ranks, mesh and microbatches", hint="leave them out")
     if devices is not None and profile is not None:
         raise PlanError("profile must not be given with devices: several sizes of microbatches are measured")
     if devices is None and tensor_parallel != 1:
@@ -177,7 +177,9 @@ def plan(
     if (sequence_parallel or overlap_collectives) and tensor_parallel == 1:
         name = "sequence_parallel" if sequence_parallel else "overlap_collectives"
         raise PlanError(f"{name} must be given with tensor_parallel", hint="tensor_parallel=8")
-    # Clusters of the divisions are made later.
+    if vocabulary_shards is not None and (devices is not None or profile is not None):
+        raise PlanError("vocabulary_shards does not combine with devices and profile", hint="ranks=4")
+    # With `devices` the search makes a Cluster for each layout; this one only holds the memory of a device.
     cluster = _ranks_of(mesh, ranks if devices is None else 1)
     is_measured = device is None and speed is None and profile is None
     is_on_cpu = isinstance(model, nn.Module) and all(each.device.type == "cpu" for each in model.parameters())
@@ -217,15 +219,13 @@ def plan(
         here = local_ranks(options.cluster.ranks)
         here = replace(here, memory=options.cluster.memory, replicas=options.cluster.replicas)
         options = replace(options, ranks=here, memory=None)
-    if vocabulary_shards is None:
-        if devices is not None:
-            preset = find_device(device)[1] if isinstance(device, str) else None
-            how = TensorParallel((), sequence_parallel, overlap_collectives)
-            return _plan_devices(examples, options, devices, tensor_parallel, how, preset)
+    if devices is not None:
+        preset = find_device(device)[1] if isinstance(device, str) else None
+        split_layers = TensorParallel((), sequence_parallel, overlap_collectives)
+        found = _plan_devices(examples, options, devices, tensor_parallel, split_layers, preset)
+    elif vocabulary_shards is None:
         found = _plan_examples(examples, options, profile, start)
     else:
-        if devices is not None or profile is not None:
-            raise PlanError("vocabulary_shards does not combine with devices and profile", hint="ranks=4")
         found = _plan_sharded(examples, options, vocabulary_shards, start)
     _LOG.info("plan: %s", found)
     return found
@@ -345,7 +345,7 @@ def _plan_devices(
     options: PlanOptions,
     devices: int,
     tensor_parallel: int | str,
-    how: TensorParallel,
+    split_layers: TensorParallel,
     preset: Device | None,
 ) -> Plan:
     """Searches replicas x pipeline ranks x tensor parallelism, with microbatches of 1, 2 and 4 samples."""
@@ -375,10 +375,8 @@ def _plan_devices(
     budget = max(budget, _MIN_DEVICES_SHARE * options.budget_seconds)
     options = replace(options, budget_seconds=budget)
     with progress("planning") as update:
-        found = search_devices(measured, options, pool, samples, replace(how, degrees=degrees), update)
-    found = replace(found, split=tuple(examples.rules.items()))
-    _LOG.info("plan: %s", found)
-    return found
+        found = search_devices(measured, options, pool, samples, replace(split_layers, degrees=degrees), update)
+    return replace(found, split=tuple(examples.rules.items()))
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:
