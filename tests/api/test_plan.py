@@ -35,7 +35,7 @@ def test_a_schedule_may_come_from_a_csv(tmp_path):
 
 def test_a_given_schedule_brings_its_microbatches():
     given = penstock.schedule("gpipe", 2, 3)
-    assert plan(schedule=given, microbatches="auto").num_microbatches == 3
+    assert penstock.plan(MODEL, (X,), ranks=2, schedule=given).num_microbatches == 3
 
 
 def test_explicit_module_lists_are_the_stages():
