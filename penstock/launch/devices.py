@@ -41,10 +41,13 @@ def use_local_device(kind: str) -> torch.device:
 
 
 def group_device(group: Any = None) -> torch.device:
-    """The device of the tensors that a group sends: the CPU for gloo, else the current device."""
-    if dist.get_backend(group) == "gloo":
+    """The device of the tensors that a group sends: the CPU for gloo or without an accelerator, else the current one.
+
+    `init_process_group()` without a backend makes a group of several, one for each kind of device.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if dist.get_backend(group) == "gloo" or accelerator is None:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 

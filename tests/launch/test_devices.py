@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import RunError
-from penstock.launch import check_devices, num_cores, pipeline_mesh, use_local_device
+from penstock.launch import check_devices, group_device, num_cores, pipeline_mesh, use_local_device
 
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +28,12 @@ def test_a_rank_uses_the_device_with_its_number_on_the_host(monkeypatch: pytest.
     assert use_local_device("cuda") == torch.device("cuda", 3)
     assert use_local_device("cpu") == torch.device("cpu")
     assert used == [3]
+
+
+def test_a_group_of_several_backends_sends_cpu_tensors_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda _: "undefined")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
+    assert group_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("cpu", "gloo")])
