@@ -48,7 +48,7 @@ class Pool:
     """The ranks of one process group; `run` gives all of them the same job.
 
     Between jobs the processes are stopped: every process group that they have made has threads that wake up 100 times a
-    second, and idle pools would take a tenth of a core.
+    second.
     """
 
     def __init__(self, ranks: int, directory: Path) -> None:
