@@ -269,6 +269,14 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len(text_of(README).splitlines()) <= 150
 
 
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_lines_of_prose_have_at_most_120_characters(page: Path) -> None:
+    prose = re.sub(r"^( *)```.*?^\1```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    # Tables, output and options of directives cannot be wrapped.
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "    ", "   :"))]
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_the_readme_counts_the_models_of_the_survey() -> None:
     total = next(row for row in rows(DOCS / "architectures.md", "models") if row["models"] == "all")
     tried, exact, warned, refused = (int(total[name]) for name in ("tried", "exact", "warned", "refused"))

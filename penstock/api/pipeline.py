@@ -31,7 +31,7 @@ from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, 
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, from_json, is_finite, to_json
 from penstock.launch import ErrorPrinter
-from penstock.loss import LossWeights, loss_module
+from penstock.loss import LossWeights, has_parameters, loss_module
 from penstock.planner import staleness_lines, with_microbatches
 from penstock.runtime import (
     MAX_REDUCED,
@@ -270,8 +270,7 @@ class Pipeline:
         batch, dims = Batch(args, kwargs, target), self._dims_of_outputs(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
-        if self._stale_weights is not None:
-            self._stale_weights.is_stale = True
+        self._mark_model_outdated()
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -447,8 +446,7 @@ class Pipeline:
             if self._pull_back_engine is None:
                 self._pull_back_engine = self._pull_back_engine_of(self.plan)
             self._pull_back_engine.train(Batch(args, kwargs, gradients), number, False, False)
-            if self._stale_weights is not None:
-                self._stale_weights.is_stale = True
+            self._mark_model_outdated()
 
         return ForwardPass(result, sizes, run)
 
@@ -472,6 +470,11 @@ class Pipeline:
         if not isinstance(losses, list):
             got = type(losses).__name__
             self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
+
+    def _mark_model_outdated(self) -> None:
+        """Remember that the given model no longer has the weights that the ranks train."""
+        if self._stale_weights is not None:
+            self._stale_weights.is_stale = True
 
     def _refuse(self, call: str, error: RunError) -> NoReturn:
         """Raise an error of the arguments of a call, on every rank."""
@@ -660,8 +663,7 @@ class Pipeline:
         """
         self._check_drained()
         self._part.load_state_dict(state)
-        if self._stale_weights is not None:
-            self._stale_weights.is_stale = True
+        self._mark_model_outdated()
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory. A collective call.
@@ -776,8 +778,7 @@ class Pipeline:
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
         check_tied_weights(self.plan, self._part.tied, self._part.groups)
         self.num_steps = self.num_steps if loaded.num_steps is None else loaded.num_steps
-        if self._stale_weights is not None:
-            self._stale_weights.is_stale = True
+        self._mark_model_outdated()
         return loaded
 
     def _own_optimizer(self, given: Any) -> Any:
@@ -854,7 +855,7 @@ def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[n
             plan="with a loss_fn" if takes_target else "without a loss_fn",
             hint="loss_fn=..., as in the plan" if takes_target else "penstock.plan(..., loss_fn=..., target=...)",
         )
-    if loss_module(loss_fn) is not None and any(True for _ in loss_module(loss_fn).parameters()):  # type: ignore[union-attr]
+    if has_parameters(loss_fn):
         raise PlanError("the loss of a split output layer must not have parameters", hint="vocabulary_shards=None")
     try:
         return shard_vocabulary(model, head, num_shards, loss_fn), None

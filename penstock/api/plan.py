@@ -50,7 +50,7 @@ from penstock.ir import (
     find_link,
     node_cluster,
 )
-from penstock.loss import loss_module
+from penstock.loss import has_parameters
 from penstock.partitioners import Division
 from penstock.planner import (
     AUTO,
@@ -205,7 +205,7 @@ def plan(
     if target is not None:
         if loss_fn is None:
             raise PlanError("target must be given with a loss_fn", hint="loss_fn=..., or labels in kwargs")
-        if (module := loss_module(loss_fn)) is not None and any(True for _ in module.parameters()):
+        if has_parameters(loss_fn):
             raise PlanError("a loss_fn with parameters cannot be planned", hint="leave out target")
     # Profiles are cached: not less for a small budget than what small models need.
     measure_seconds = min(max(_MEASURE_SHARE * options.budget_seconds, _MIN_MEASURE_SECONDS), BUDGET_SECONDS)

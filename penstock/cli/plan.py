@@ -364,7 +364,7 @@ def make_plan(
     import penstock
     from penstock.api.plan import Examples
     from penstock.batches import Batch, BatchSplitter
-    from penstock.loss import loss_module
+    from penstock.loss import has_parameters
     from penstock.views import TIES_WEIGHTS
 
     if machine.global_batch is not None:
@@ -402,8 +402,7 @@ def make_plan(
         if loss is not None:
             args, kwargs, batch_target = loss.batch
             arguments["loss_fn"] = loss.function
-            module = loss_module(loss.function)
-            if options.vocabulary_shards is None and module is not None and any(True for _ in module.parameters()):
+            if options.vocabulary_shards is None and has_parameters(loss.function):
                 batch_target = None  # only a loss without parameters can be measured
         if replicas > 1:
             shares = BatchSplitter(model.forward).split(Batch(args, kwargs, batch_target), replicas)

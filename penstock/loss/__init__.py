@@ -18,7 +18,7 @@ microbatch. `probe.py` explains the identity that it rests on.
 from penstock.loss.added import ADDED_COLLECTOR, Added, add_loss, added_losses, collect_added
 from penstock.loss.added_weights import AddedLosses
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of, losses_of_function
-from penstock.loss.function import loss_module
+from penstock.loss.function import has_parameters, loss_module
 from penstock.loss.microbatch_weights import LossStep, LossWeights
 from penstock.loss.probe import FunctionTracker
 from penstock.loss.reductions import REDUCTIONS, weighted_sum

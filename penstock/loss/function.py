@@ -43,6 +43,12 @@ def loss_module(loss_fn: object) -> nn.Module | None:
     return loss_fn
 
 
+def has_parameters(loss_fn: object) -> bool:
+    """Whether a loss function has parameters of its own."""
+    module = loss_module(loss_fn)
+    return module is not None and next(module.parameters(), None) is not None
+
+
 class LossFunction:
     """A loss function that can be evaluated on samples of a batch, once one real output is known."""
 
