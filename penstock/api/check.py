@@ -220,7 +220,7 @@ class _StepRunner:
         """the parameters of the pipeline that are rows of parameters of the model"""
         if sharded_head(plan.graph) is not None:
             self.slices = row_slices(split_model(model, plan, loss_fn)[0])
-            unsplit = unsharded_granularity(plan.graph).changed(model, granularity)
+            unsplit = unsharded_granularity(plan.graph).merged(model, granularity)
             self.captured = Captured(model, unsplit, (), {})
 
     def run_pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _StepResult:

@@ -20,14 +20,13 @@ from torch.overrides import resolve_name
 from penstock.capture.functions import WholeFunction
 from penstock.capture.objects import holds_tensors, user_line
 from penstock.capture.random_draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
-from penstock.capture.tensors import same_content
+from penstock.capture.tensors import TORCH_CONSTANTS, same_content
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
 from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
-_TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class ArgumentWriter:
         """Put an object into the live table, if it is not there, and return its key."""
         if isinstance(value, torch.Generator):
             name = "generator"
-        elif isinstance(value, _TORCH_CONSTANTS):
+        elif isinstance(value, TORCH_CONSTANTS):
             name = f"{type(value).__name__}:{value}"
         elif isinstance(value, enum.Enum):
             name = f"{type(value).__name__}.{value.name}"

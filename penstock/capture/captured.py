@@ -77,8 +77,8 @@ class Captured:
         """by batch signature and model fingerprint; several if they differ in guards"""
         self._last_used: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
         """all of these, each with its key, in the order of their last use"""
-        self._forms: LruCache[tuple[Any, str], None] = LruCache()
-        """model fingerprints and forms of recordings: another recording of such a form needs one forward only"""
+        self._known_hashes: LruCache[tuple[Any, str], None] = LruCache()
+        """model fingerprints and structure hashes of recordings: another with the same pair needs one forward only"""
         self._volatile: frozenset[str] = frozenset()
         """settings that the forward itself changes"""
         self._first: Recording | None = None
@@ -97,7 +97,7 @@ class Captured:
         It is opened as far as the graph is, unless `granularity` differs from the default.
         """
         _check_modules(model, graph)
-        captured = cls(model, Granularity.of(graph).changed(model, granularity), (), {})
+        captured = cls(model, Granularity.of(graph).merged(model, granularity), (), {})
         captured._planned_graph = graph
         return captured
 
@@ -216,7 +216,7 @@ class Captured:
             always_holds = is_first and not recording.written_inputs and self._guards_of(recording).always_hold
             last_signature, last_recording = batch.signature, recording if always_holds else None
             results.append((recording, batch.inputs))
-        if num_recorded:
+        if num_recorded > 0:
             self.record_again(batches[0], seed, num_recorded)
         return results
 
@@ -226,8 +226,8 @@ class Captured:
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {}, self._fingerprinter.modules.values())
         last_kind, signature = object(), None
+        # Names and positions of the arguments of the last kind, if all of them are different tensors.
         positions: list[tuple[str, int]] | None = None
-        """names and positions of the arguments of the last kind, if all of them are different tensors"""
         for index, ((args, kwargs), kind) in enumerate(zip(batches, kinds, strict=True)):
             if no_cache and kwargs.get("use_cache") is None:
                 kwargs = {**kwargs, **no_cache}
@@ -261,13 +261,13 @@ class Captured:
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
         made = self._make(fingerprint, batch.args, batch.kwargs, batch.seed)
         self._first = self._first or made
-        # Leaves that had to be opened stay open, also for the fingerprint.
+        # Blocks that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
         self._volatile |= made.volatile
         key = (batch.signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
-        self._forms.put((key[1], made.form), None)
+        self._known_hashes.put((key[1], made.structure_hash), None)
         for old_key, old in self._last_used.put(made, (key, made)):
             self._recordings[old_key].remove(old)
             if not self._recordings[old_key]:
@@ -276,8 +276,8 @@ class Captured:
 
     def _make(self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed) -> Recording:
         def make(granularity: Granularity) -> Recording:
-            def is_known(form: str) -> bool:
-                return (fingerprint, form) in self._forms
+            def is_known(structure_hash: str) -> bool:
+                return (fingerprint, structure_hash) in self._known_hashes
 
             return make_recording(self.model, args, kwargs, granularity, seed, is_known, self._functions)
 
@@ -302,7 +302,7 @@ class Captured:
         modules = dict(self.model.named_modules())
         for block in (block for block in blocks if block and block in modules):
             with suppress(Exception):
-                make(self._granularity.changed(self.model, Granularity(basic_blocks=(block,))))
+                make(self._granularity.merged(self.model, Granularity(basic_blocks=(block,))))
                 return block
         return None
 
@@ -340,7 +340,7 @@ class Captured:
         graph = recording.graph if recording else self.graph
         return [graph[name].module for name in nodes if graph[name].is_leaf]
 
-    def unused_leaves(self) -> list[str]:
+    def uncalled_blocks(self) -> list[str]:
         """The modules that would be blocks but that the example never called."""
         called = {node.module for node in self.graph.nodes if node.is_leaf}
         granularity = Granularity.of(self._planned_graph) if self._planned_graph else self._granularity
@@ -367,7 +367,7 @@ class Captured:
     def whole_with_draws(self, seed: DrawSeed, /, *args: Any, **kwargs: Any) -> Any:
         """Call the unsplit model with the random numbers that its stages draw with this seed."""
         kwargs = without_cache(self.model, kwargs)
-        return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step), seed)
+        return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step_seed), seed)
 
     def has_shared_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the model draws single numbers for the whole batch, which are the same in all microbatches."""

@@ -52,9 +52,9 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
 
     Without the attributes of `opened` modules: those that matter are in the recorded calls, and others, such as a flag
     of the process that prints, may differ. An attribute that a method sets or changes, such as a counter or a cache,
-    differs between ranks, as each runs its own stages. Texts with digits are left out: names of runs, hosts and files
-    have them. Of a configuration, the fields that the code reads are compared. Then a line for every number among the
-    global variables and class attributes that the user's classes refer to.
+    differs between ranks, as each runs its own stages. Texts with digits are left out, except names of dtypes: names of
+    runs, hosts and files have them. Of a configuration, the fields that the code reads are compared. Then a line for
+    every number among the global variables and class attributes that the user's classes refer to.
     """
     lines = []
     for path, module in model.named_modules():
@@ -91,8 +91,8 @@ def describe_recording(recording: Recording) -> tuple[str, ...]:
     """A line for every call that depends on the inputs, parameters or random numbers, with all plain arguments."""
     graph, live = recording.graph, recording.live
     parameters = {value.name for value in graph.parameters}
+    # The text for each value: its number, because names depend on the calls before.
     shown = {name: name for name in recording.record.inputs}
-    """the text for each value: its number, because names depend on the calls before"""
     constants: set[str] = set()
     lines: list[str] = []
 

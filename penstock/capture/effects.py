@@ -119,14 +119,17 @@ class ArgumentContents:
             (thing, _content(thing)) for thing in (*_containers(self._given), *objects) if id(thing) in held
         ]
 
-    def registers_containers(self, result: Any) -> bool:
+    def register_containers(self, result: Any) -> bool:
         """Register the classes of objects that the call returned or changed; returns whether some were new."""
         changed = [leaf for leaf, before in self._passed_objects if structure_of(attributes_of(leaf)) != before]
         # A list, not a generator: every class must be registered.
         return any([register_containers((result, self._given)), *map(register_class_of, changed)])
 
     def have_changed(self, where: str) -> bool:
-        """Whether a container holds other tensors or other plain values than before the call."""
+        """Whether a container holds other tensors or other plain values than before the call.
+
+        Raises a CaptureError, which names `where`, if the call changed an object that a module holds.
+        """
         for container, before in self._held_objects:
             if _content(container) != before:
                 raise CaptureError(

@@ -37,19 +37,19 @@ class WholeFunction:
 
 
 def enclosing_function(
-    frame: types.FrameType | None, modules: Collection[int] | None = None
+    frame: types.FrameType | None, modules: Collection[int]
 ) -> tuple[Callable[..., Any] | None, bool]:
-    """The outermost function around a line of a module's forward, and whether there is one.
+    """Find the outermost function of the user between a frame and the method of a module that called it.
 
-    Methods of modules do not count as functions; with `modules`, a collection of ids, only methods of these modules.
-    The function is None if it is not a global one: only calls by a global name can be intercepted.
+    `modules` are the ids of the modules. Returns the function, None if it is not global, as only calls by a global name
+    can be intercepted; and whether any such function is running.
     """
     found, is_inside = None, False
 
     def is_method_of_module(frame: types.FrameType) -> bool:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        return isinstance(first, nn.Module) and (modules is None or id(first) in modules)
+        return isinstance(first, nn.Module) and id(first) in modules
 
     while frame is not None and not is_method_of_module(frame):
         origin = code_origin(frame.f_globals.get("__name__", ""))

@@ -56,15 +56,15 @@ class Granularity:
         within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
         return cls(basic_blocks=blocks, opened=frozenset((around | within) - set(blocks)))
 
-    def changed(self, model: nn.Module, options: "Granularity") -> "Granularity":
-        """The granularity with the basic blocks of `options` added; `options` itself if it has a depth."""
-        if options.depth is not None:
-            return options
-        kept = {name for name, module in model.named_modules() if options._is_basic_block(module, name)}
-        return replace(self, basic_blocks=(*self.basic_blocks, *options.basic_blocks), opened=self.opened - kept)
+    def merged(self, model: nn.Module, other: "Granularity") -> "Granularity":
+        """The granularity with the basic blocks of `other` added; `other` itself if it has a depth."""
+        if other.depth is not None:
+            return other
+        kept = {name for name, module in model.named_modules() if other._is_basic_block(module, name)}
+        return replace(self, basic_blocks=(*self.basic_blocks, *other.basic_blocks), opened=self.opened - kept)
 
     def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks of a model by name; raises a CaptureError if a basic block is not in the model or never called."""
+        """The blocks of a model by name; raises a CaptureError if a basic block is not in it or has no forward."""
         found = self.find_blocks(model)
         modules: dict[object, nn.Module] = {}
         for name, module in model.named_modules():
@@ -108,7 +108,7 @@ class Granularity:
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
         is_callable = _can_be_called(module)
-        if is_callable and path not in self.opened and self._is_leaf(module, path, level, in_list):
+        if is_callable and path not in self.opened and self._is_block(module, path, level, in_list):
             yield path, module
             return
         children = list(module.named_children())
@@ -120,7 +120,7 @@ class Granularity:
         for name, child in children:
             yield from self._visit(child, f"{path}.{name}" if path else name, level + 1, is_list)
 
-    def _is_leaf(self, module: nn.Module, path: str, level: int, in_list: bool) -> bool:
+    def _is_block(self, module: nn.Module, path: str, level: int, in_list: bool) -> bool:
         if self.basic_blocks and self._is_basic_block(module, path):
             return True
         if path and isinstance(module, torch.jit.ScriptModule):

@@ -32,7 +32,7 @@ class InputGuards:
         chosen = [recording.graph[name] for name in nodes or ()]
         self.depend_on_draws = any(node.is_random for node in chosen)
         """whether guards read random numbers, which decide, for example, whether a layer is dropped"""
-        self._leaves = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
+        self._blocks = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
 
     def hold(self, inputs: dict[str, Any], seed: DrawSeed) -> bool:
         """Whether all guards read the recorded values in this batch, with the random numbers of this seed."""
@@ -42,7 +42,7 @@ class InputGuards:
         # Drawing must not move the user's generators.
         generators = GeneratorStates(torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ())  # type: ignore[no-untyped-call]
         try:
-            with without_user_hooks(self._leaves):
+            with without_user_hooks(self._blocks):
                 self._replay.run(copies, seed)
         except Exception:
             # A guard that fails raises, and so does a batch that the model cannot run on; then the recording that is

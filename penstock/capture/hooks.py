@@ -85,18 +85,18 @@ def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def without_user_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
-    """Remove the user's forward hooks and pre-hooks from some modules and their parts; restore them at the end.
+def without_user_hooks(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the user's forward hooks and pre-hooks from some blocks and their parts; restore them at the end.
 
     A recording is not a forward of the user, so hooks that count or log must not run. Hooks that are registered in the
     body stay.
     """
-    parts = {id(part): part for leaf in leaves for part in leaf.modules()}
+    parts = {id(part): part for block in blocks for part in block.modules()}
     saved = [(hooks, dict(hooks)) for part in parts.values() for hooks in _forward_hooks(part) if hooks]
     try:
         for hooks, content in saved:
             for key, hook in content.items():
-                if _is_user_hook(hook):
+                if _is_skipped_hook(hook):
                     del hooks[key]
         yield
     finally:
@@ -110,13 +110,13 @@ def without_user_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
 def has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether some module, or a part of it, has a forward hook or pre-hook of the user."""
     parts = (part for module in modules for part in module.modules())
-    return any(_is_user_hook(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
+    return any(_is_skipped_hook(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
 
 
 def refuse_backward_hooks(module: nn.Module, path: str) -> None:
     """Raise a CaptureError if an opened module has a backward hook of the user: a replay never calls the module."""
     hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    if any(map(_is_user_hook, hooks)):
+    if any(map(_is_skipped_hook, hooks)):
         raise CaptureError(
             "a backward hook is on a module that is opened, and would not be called",
             module=path or "the model",
@@ -128,8 +128,11 @@ def _forward_hooks(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return part._forward_hooks, part._forward_pre_hooks
 
 
-def _is_user_hook(hook: Any) -> bool:
-    """Whether a hook is the user's; those of weight_norm and LoRA are part of the computation of their module."""
+def _is_skipped_hook(hook: Any) -> bool:
+    """Whether a hook does not run while a model is recorded: those of the user, and those of FSDP.
+
+    Hooks of weight_norm and LoRA are part of the computation of their module.
+    """
     inner = getattr(hook, "func", hook)
     module = str(getattr(inner, "__module__", ""))
     # Sharded parameters are gathered around a whole recording: FSDP's hooks would take each block for a forward.

@@ -122,7 +122,7 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Answers torch, which would load the compiler at the first operation."""
+        """Overrides torch's method, which would import torch._dynamo at the first operation; False: skip nothing."""
         return False
 
 

@@ -122,7 +122,7 @@ def register_containers(structure: object) -> bool:
 
 
 def register_class_of(value: object) -> bool:
-    """Register the class of an object as a container; returns whether that is possible."""
+    """Register the class of an object as a container; returns False if its objects cannot be built again."""
     kind = type(value)
     if kind in SUPPORTED_NODES:
         node = SUPPORTED_NODES[kind]

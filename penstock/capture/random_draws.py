@@ -38,13 +38,14 @@ class DrawSeed(NamedTuple):
     batch. All other draws depend on the microbatch as well.
     """
 
-    step: int
+    step_seed: int
+    """of one step, already mixed (`mix_seed` of the runtime), so that the seeds of two steps are far apart"""
     microbatch: int = 0
 
     def of_call(self, name_hash: int, is_shared: bool) -> int:
         """64 bits for a call: they depend on its name, and not on the partition or the order of calls."""
         # The finalizer of splitmix64: every bit depends on every bit, so neighbouring seeds give unrelated streams.
-        number = self.step if is_shared else self.step + self.microbatch
+        number = self.step_seed if is_shared else self.step_seed + self.microbatch
         mixed = (number * 0x9E3779B97F4A7C15 + name_hash) & _64_BITS
         mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS

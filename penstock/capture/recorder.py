@@ -120,7 +120,7 @@ class WholeFunctions:
     reading: list[Callable[..., Any]] = field(default_factory=list)
     """they read activations, or use tensors that a replay could not find"""
     opened: list[Callable[..., Any]] = field(default_factory=list)
-    """they do so, but cannot be one call: values enter or leave them other than as arguments and results"""
+    """they were in `reading` but cannot be one call: values enter or leave them other than as arguments and results"""
 
     def open(self, function: Callable[..., Any]) -> None:
         """Record the calls inside a function in `reading` from now on."""
@@ -471,7 +471,7 @@ class Recorder(TorchFunctionMode):
             # Before anything raises: in the next recording, a changed object of a module would hold tensors of this
             # one.
             call.changes_arguments = contents.have_changed(where)
-            if contents.registers_containers(result):
+            if contents.register_containers(result):
                 raise NewContainer
             if call.changes_arguments:
                 # A replay gives the call copies of its containers, and takes their contents from the result.

@@ -88,7 +88,8 @@ class Recording:
     functions: WholeFunctions = field(default_factory=WholeFunctions)
     """functions of the user that are recorded as one call"""
     enclosing: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    """functions of the user that could be: those around guards and unknown tensors, by index of the step"""
+    """functions of the user that could be recorded as one call, as a guard or an unknown tensor is inside, by index of
+    the step"""
     lines: dict[int, str] = field(default_factory=dict)
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -116,10 +117,10 @@ class Recording:
         return [index for index, step in enumerate(self.record.steps) if isinstance(step, Guard)]
 
     @cached_property
-    def form(self) -> str:
+    def structure_hash(self) -> str:
         """A hash of everything except numbers and sizes, which differ between batches of different lengths.
 
-        Recordings of one form make the same calls in the same order on the same values, with the same side effects.
+        Recordings of one hash make the same calls in the same order on the same values, with the same side effects.
         """
         record, graph = self.record, self.graph
         steps = [
@@ -177,21 +178,21 @@ def make_recording(
     kwargs: dict[str, Any],
     granularity: Granularity,
     seed: DrawSeed = FIRST_SEED,
-    is_known: Callable[[str], bool] = lambda form: False,
+    is_known: Callable[[str], bool] = lambda structure_hash: False,
     functions: WholeFunctions | None = None,
 ) -> Recording:
     """Record the forward of a model on a batch. The model is left as it was.
 
     Random numbers between blocks, on which the forward may depend, are those that a replay with the same seed draws.
-    `is_known` returns whether a form is that of an earlier recording of this model with the same settings. `functions`
-    are those of earlier recordings.
+    `is_known` returns whether a structure hash is that of an earlier recording of this model with the same settings.
+    `functions` are those that earlier recordings recorded as one call.
     """
     record = partial(_record_with_retries, model, args, kwargs, seed)
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
         first = record(_SEEDS[0], granularity, functions or WholeFunctions())
         difference = None
-        if first.draws_in_python or not is_known(first.form):
+        if first.draws_in_python or not is_known(first.structure_hash):
             # The second forward is not isolated from the first, so that a counter that the first increased shows up.
             second = record(_SEEDS[1], first.granularity, first.functions)
             difference = _difference(first, second)
@@ -214,7 +215,7 @@ def make_recording(
 def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> bool:
     """Whether the second forward differs from the first only in that it uses constants that the first computed.
 
-    An example are tables of positions that the model, or a cached function, keeps. The first recording is then right:
+    For example, tables of positions that the model, or a cached function, keeps. The first recording is then right:
     a replay computes them each time.
     """
     state, used = buffers_and_attributes(model), set[int]()
@@ -403,7 +404,7 @@ def run_with_draws(
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
     blocks = set(recording.granularity.blocks(model))
-    recorder = Recorder(model, blocks, seed, seed.step, recording.functions, keep_saved_tensors)
+    recorder = Recorder(model, blocks, seed, seed.step_seed, recording.functions, keep_saved_tensors)
     return _run_model(model, recorder, args, kwargs)
 
 
@@ -539,5 +540,5 @@ def _not_repeatable(where: str, line: str = "") -> CaptureError:
         "the model runs differently each time: Python state or randomness between its blocks",
         **({"line": line} if line else {}),
         where=where,
-        hint="turn it off (LayerDrop, masking by numpy ...), or keep the module whole with basic_blocks",
+        hint="turn it off (LayerDrop, masking by numpy ...), or keep the module whole (basic_blocks)",
     )

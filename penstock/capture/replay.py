@@ -42,7 +42,7 @@ WrapModule = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _MAX_LINE = 60
 
 CallHook = Callable[[str, Mapping[str, Any]], None]
-"""called after each replayed call with its name and the values that it made"""
+"""called after each replayed call with its name and those of the values it made that are read later"""
 _active_hook: ContextVar[CallHook | None] = ContextVar("penstock_call_hook", default=None)
 
 
@@ -297,7 +297,7 @@ class ArgumentReader:
         return lambda values: put_together(kind, keys, [item(values) for item in items])
 
     def module(self, path: str) -> nn.Module:
-        """The module of this name; from the unsplit model if it is not a leaf of the plan, as a dropout with p = 0."""
+        """The module of this name; from the unsplit model if it is not a block of the plan, as a dropout with p = 0."""
         with suppress(AttributeError):
             module = self._modules.get_submodule(path)
             # A stage has bare modules in place of those that it has only parts of.

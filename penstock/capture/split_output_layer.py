@@ -61,15 +61,17 @@ class _ShardTerms(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, index: Tensor, is_inside: Tensor, weight: Tensor | None, sums: bool) -> Any:
+    def forward(
+        ctx: Any, logits: Tensor, index: Tensor, is_inside: Tensor, weight: Tensor | None, returns_sum: bool
+    ) -> Any:
         log_softmax = logits.log_softmax(1)
         largest, at = logits.max(1, keepdim=True)
         # At the largest logit the difference is exact to rounding.
         logsumexp = (largest - log_softmax.gather(1, at)).squeeze(1)
         ctx.save_for_backward(log_softmax, index, is_inside, weight)
-        ctx.sums = sums
+        ctx.returns_sum = returns_sum
         chosen = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~is_inside, 0.0)
-        total = logits.new_zeros(()) if not sums else logits.sum(1) if weight is None else logits.mv(weight)
+        total = logits.new_zeros(()) if not returns_sum else logits.sum(1) if weight is None else logits.mv(weight)
         return logsumexp, chosen, total
 
     @staticmethod
@@ -78,13 +80,13 @@ class _ShardTerms(Function):
         log_softmax, index, is_inside, weight = ctx.saved_tensors
         gradient = log_softmax.exp().mul_(d_logsumexp.unsqueeze(1))
         gradient.scatter_add_(1, index.unsqueeze(1), d_chosen.masked_fill(~is_inside, 0.0).unsqueeze(1))
-        if ctx.sums:
+        if ctx.returns_sum:
             gradient.add_(d_total.unsqueeze(1) if weight is None else torch.outer(d_total, weight))
         return gradient, None, None, None, None
 
 
 class VocabularyShard(nn.Module):
-    """The output layer for the words `start` to `stop`."""
+    """The output layer for the tokens `start` to `stop - 1`."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, size: int) -> None:
         """`size` is that of the whole vocabulary."""
@@ -94,8 +96,8 @@ class VocabularyShard(nn.Module):
         self.start, self.stop, self.size = start, start + len(weight), size
 
     def extra_repr(self) -> str:
-        """The words of this shard."""
-        return f"words {self.start} to {self.stop} of {self.size}"
+        """The tokens of this shard."""
+        return f"tokens {self.start} to {self.stop} of {self.size}"
 
     def forward(
         self,
@@ -104,9 +106,9 @@ class VocabularyShard(nn.Module):
         operations: tuple[Operation, ...],
         ignore_index: int,
         weight: Tensor | None,
-        sums: bool,
+        returns_sum: bool,
     ) -> tuple[Tensor, ...]:
-        """Logsumexp and logit of the target for every row, and with `sums` the weighted sum of the logits.
+        """Logsumexp and logit of the target for every row, and with `returns_sum` the weighted sum of the logits.
 
         The logit of a target that other shards have is 0.
         """
@@ -122,8 +124,8 @@ class VocabularyShard(nn.Module):
         is_inside = (index >= 0) & (index < self.stop - self.start) & (target != ignore_index)
         own_weight = None if weight is None else weight[self.start : self.stop].to(logits.dtype)
         index = index.clamp(0, self.stop - self.start - 1)
-        results: tuple[Tensor, ...] = _ShardTerms.apply(logits, index, is_inside, own_weight, sums)  # type: ignore[no-untyped-call]
-        return results if sums else results[:2]
+        results: tuple[Tensor, ...] = _ShardTerms.apply(logits, index, is_inside, own_weight, returns_sum)  # type: ignore[no-untyped-call]
+        return results if returns_sum else results[:2]
 
     def _check_targets(self, target: Tensor, ignore_index: int) -> None:
         """Raise an IndexError for a target outside of the vocabulary, as cross_entropy does: no shard has it."""
@@ -162,7 +164,7 @@ class CombineShards(nn.Module):
             counts = counts * weight.to(losses.dtype)[target.masked_fill(~is_counted, 0)]
             losses = losses * counts
         if label_smoothing > 0.0:
-            # The cross entropy with the uniform distribution, weighted by word.
+            # The cross entropy with the uniform distribution, weighted by token.
             mass = float(self.size) if weight is None else weight.to(losses.dtype).sum()
             spread = (logsumexp * mass - torch.stack(totals[0]).sum(0)).masked_fill(~is_counted, 0.0)
             losses = losses * (1.0 - label_smoothing) + spread * (label_smoothing / self.size)
@@ -172,7 +174,7 @@ class CombineShards(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """In place of an output layer; returns ShardedLogits."""
+    """Replaces an nn.Linear that computes logits; returns ShardedLogits, which compute nothing yet."""
 
     def __init__(self, layer: nn.Linear, num_shards: int, names: Mapping[str, tuple[str, ...]]) -> None:
         """`names`: the names of its weight and bias in the whole model, that of another module first if it is tied."""
@@ -356,7 +358,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """As torch.nn.functional.cross_entropy, for ShardedLogits of rows and a target that is a word per row."""
+    """As torch.nn.functional.cross_entropy, for ShardedLogits of rows and a target that is a token per row."""
     if not isinstance(logits, ShardedLogits) or isinstance(target, ShardedLogits):
         raise _unsupported("logits as a target")
     if size_average is not None or reduce is not None:
@@ -366,9 +368,9 @@ def cross_entropy(
         raise _unsupported(shapes)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    head, sums = logits._head, label_smoothing > 0.0
+    head, returns_sum = logits._head, label_smoothing > 0.0
     parts = [
-        shard(logits._hidden, target, logits._operations, ignore_index, weight if sums else None, sums)
+        shard(logits._hidden, target, logits._operations, ignore_index, weight if returns_sum else None, returns_sum)
         for shard in head.shards
     ]
     loss: Tensor = head.combine(parts, target, ignore_index, weight, reduction, label_smoothing)
@@ -448,7 +450,7 @@ def with_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> nn.Module
         return loss_fn(forward(*args, **kwargs), target)
 
     *others, last = [*signature.parameters.values(), inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)]
-    # Arguments by any name come last.
+    # **kwargs must be the last parameter.
     at = len(others) - any(each.kind is each.VAR_KEYWORD for each in others)
     loss.__signature__ = signature.replace(parameters=[*others[:at], last, *others[at:]])  # type: ignore[attr-defined]
     vars(copied)["forward"] = loss
@@ -498,7 +500,7 @@ def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def sharded_granularity(model: nn.Module, granularity: Granularity) -> Granularity:
-    """The granularity for a model whose output layer is split: shards are leaves, losses of their logits are not."""
+    """The granularity for a model whose output layer is split: shards are blocks, losses of their logits are not."""
     kinds = (VocabularyHead, nn.CrossEntropyLoss)
     opened = {name for name, module in model.named_modules() if isinstance(module, kinds)}
     blocks = (*granularity.basic_blocks, VocabularyShard, CombineShards)

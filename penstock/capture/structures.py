@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from penstock.capture.tensors import TORCH_CONSTANTS
 from penstock.ir import Parts, Ref, leaves, take_apart
 
 TENSOR = "*"
 """the structure of a single tensor"""
-_REPR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype, enum.Enum)
+_REPR_TYPES = (*TORCH_CONSTANTS, np.generic, np.dtype, enum.Enum)
 _VALUE_TYPES = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 _TYPES_WITH_NAN = (float, complex, list, tuple)

@@ -16,8 +16,8 @@ Edge = tuple[Any, int]
 class TensorTable:
     """Names of values and of the model's state, by the identity of their tensors.
 
-    A *value* is an input of the model or a tensor that a recorded call returned. *State* are parameters, buffers and
-    tensors that modules hold as plain attributes. Tensors made inside a leaf are neither, unless the leaf returns them.
+    A *value* is an input of the model or a tensor that a recorded call returned. *State* is the parameters, buffers and
+    tensors that modules hold as plain attributes. Tensors made inside a block are neither, unless it returns them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class TensorTable:
         # The tensors are held: a freed tensor's id() would be given to another one.
         self._values: dict[int, tuple[Tensor, str]] = {}
         self._values_by_storage: dict[int, list[Tensor]] = {}
-        # Tensors inside leaves are many and large, so they are not held; a dead reference means the id was reused.
+        # Tensors inside blocks are many and large, so they are not held; a dead reference means the id was reused.
         self._inside: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}
 
     def add(self, tensor: Tensor, name: str) -> None:
@@ -73,11 +73,11 @@ class TensorTable:
         """Whether a value shares memory with a parameter, buffer or plain tensor of the model."""
         return self.storage[value] in self._state_by_storage
 
-    def add_inside(self, tensor: Tensor, leaf: str, call: int) -> None:
-        """Note that a tensor was made inside a call of a leaf, with the number of the call."""
-        self._inside[id(tensor)] = (weakref.ref(tensor), leaf, call)
+    def add_inside(self, tensor: Tensor, block: str, call: int) -> None:
+        """Note that a tensor was made inside a call of a block, with the number of the call."""
+        self._inside[id(tensor)] = (weakref.ref(tensor), block, call)
 
     def made_inside(self, tensor: Tensor) -> tuple[str, int] | None:
-        """The leaf in which a tensor was made, and the number of its call; None if it was made elsewhere."""
+        """The block in which a tensor was made, and the number of its call; None if it was made elsewhere."""
         entry = self._inside.get(id(tensor))
         return (entry[1], entry[2]) if entry is not None and entry[0]() is tensor else None

@@ -18,6 +18,9 @@ def tensors_in(structure: object) -> list[Tensor]:
     return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
 
 
+TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""types of torch whose values are constants with a name"""
+
 # Dtypes
 
 
@@ -55,7 +58,10 @@ def from_real(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor)
 
 
-ROUNDING: defaultdict[torch.dtype, float] = defaultdict(lambda: 5e-2, {torch.float64: 1e-10, torch.float32: 1e-4})
+ROUNDING: defaultdict[torch.dtype, float] = defaultdict(
+    lambda: 5e-2,
+    {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4},
+)
 """how far apart two results of this precision may be because of rounding, relative to the largest entry, if they are
 equal in exact arithmetic and were computed in another order"""
 
@@ -91,7 +97,7 @@ def has_gradient(tensor: Tensor) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that is equal for two tensors exactly when they share memory; below 0 for a tensor without storage."""
+    """The identity of a tensor's storage, which views share; negative and unique for a tensor without storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:

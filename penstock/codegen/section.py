@@ -47,7 +47,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
     """The sections of all stages."""
     graph, record = recording.graph, recording.record
     owners, crossings = Ownership(graph, partition), partition.crossings(graph)
-    unused_leaves, unused_state = owners.by_stage(captured.unused_leaves()), owners.by_stage(owners.unused)
+    uncalled_blocks, unused_state = owners.by_stage(captured.uncalled_blocks()), owners.by_stage(owners.unused)
     found = []
     for stage, nodes in enumerate(partition.runs(graph)):
         outputs = record.outputs if stage == partition.num_stages - 1 else None
@@ -57,7 +57,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
                 sends[value.name] = (*sends.get(value.name, ()), crossing.consumer)
         steps = _steps(recording, nodes, {*sends, *refs(outputs)}, stage, owners)
         called = captured.block_modules((node.name for node in nodes), recording)
-        leaves = dict.fromkeys((*called, *unused_leaves.get(stage, ())))
+        leaves = dict.fromkeys((*called, *uncalled_blocks.get(stage, ())))
 
         state = [name for step in steps for name in _step_states(step)] + list(states(outputs))
         used = [name for node in nodes for name in (*node.parameters, *node.buffers)]

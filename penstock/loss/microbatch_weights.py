@@ -48,8 +48,8 @@ class LossWeights:
     A count is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or larger
     than all before. A loss function may depend on anything in the user's program, such as the epoch: in all other
     steps, too, its value for two microbatches together is compared with their separate values. If the model returns its
-    loss, the decision holds for recordings of one form, and is checked again for each of them; a model that changes is
-    recorded again.
+    loss, the decision holds for recordings of one structure, and is checked again for each of them; a model that
+    changes is recorded again.
 
     One step, with the methods in the order of their calls:
 
@@ -88,7 +88,7 @@ class LossWeights:
         self._reduction, self._remote, self._name = reduction, remote_parameters or {}, name
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote, name)
         self._decisions: LruCache[str, Decision] = LruCache()
-        """by the form of the recording of a model that returns its loss; under "" that of a loss function"""
+        """by the structure hash of the recording of a model that returns its loss; under "" that of a loss function"""
         self._checked: LruCache[Recording, None] = LruCache()
         """the recordings for which a decision was made or checked"""
         self._loss_values: LruCache[Recording, dict[str, str]] = LruCache()
@@ -153,7 +153,7 @@ class LossWeights:
                 made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name, index))
                 return made[0]
 
-            self._weigh(step, make_loss, recording.form)
+            self._weigh(step, make_loss, recording.structure_hash)
             mixing = made[0].mixing
             if mixing is not None:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
+from penstock.capture import as_real
 from penstock.errors import RunError
 from penstock.runtime.agreement import checksum, sample
 from penstock.runtime.fsdp import averaged_by_fsdp
@@ -262,7 +263,10 @@ class ReplicatedGradients:
         """The error for the first parameter whose gradient differs; a collective call of the ranks with this stage."""
         if not self._parameters:
             return None
-        samples = [sampled(p if p.grad is None else p.grad).to("cpu", torch.float64) for p in self._parameters.values()]
+        samples = [
+            as_real(sampled(p if p.grad is None else p.grad)).flatten().to("cpu", torch.float64)
+            for p in self._parameters.values()
+        ]
         gradients = [
             torch.zeros_like(values) if p.grad is None else values
             for values, p in zip(samples, self._parameters.values(), strict=True)

@@ -39,7 +39,7 @@ class Sequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model for this batch."""
-        recording = self._captured.recording(args, kwargs, self.seed.step if self.seed else None)
+        recording = self._captured.recording(args, kwargs, self.seed.step_seed if self.seed else None)
         inputs = self._captured.inputs(args, kwargs)
         self._recording, self._runs = recording, []
         fitted = Ownership(self._captured.graph, self._partition).fit(recording.graph)

@@ -34,7 +34,7 @@ class CutModel:
         self._owners = Ownership(graph, partition)
         self.stage_nodes = partition.runs(graph)
         """by stage, the nodes that it runs"""
-        self.unused_leaves = self._owners.by_stage(captured.unused_leaves())
+        self.uncalled_blocks = self._owners.by_stage(captured.uncalled_blocks())
         self.unused_state = self._owners.by_stage(self._owners.unused)
         self._fits: LruCache[Recording, Fit] = LruCache()
 
@@ -81,7 +81,7 @@ class Stage(nn.Module):
         model, shared = captured.model, self._cut[0]
         nodes = shared.stage_nodes[index]
         leaves = captured.block_modules(node.name for node in nodes)
-        leaves += shared.unused_leaves.get(index, [])
+        leaves += shared.uncalled_blocks.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += shared.unused_state.get(index, [])
         register_by_name(self, model, dict.fromkeys(leaves), dict.fromkeys(state))

@@ -67,6 +67,12 @@ def test_python_state_between_blocks_is_refused():
         penstock.capture(Counting(), (BATCH,))
 
 
+def test_the_error_for_python_state_names_a_block_that_works():
+    model = nn.Sequential(nn.Linear(4, 4), Counting(), nn.ReLU())
+    with pytest.raises(CaptureError, match=r'try: basic_blocks=\["1"\]'):
+        penstock.capture(model, (BATCH,), depth=9)
+
+
 def test_an_object_that_stays_within_opened_code_does_not_matter():
     assert names(penstock.capture(Boxing(), (BATCH,))) == ["embed", "blocks.0", "head"]
 
