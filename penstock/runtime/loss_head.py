@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
@@ -159,7 +158,7 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
-    scalar = full_tensor(loss) if isinstance(loss, DTensor) else loss
+    scalar = full_tensor(loss)
     return scalar if scalar.dim() == 0 else scalar.reshape(())
 
 
