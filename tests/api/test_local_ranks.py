@@ -59,20 +59,20 @@ def test_an_unreliable_measurement_is_repeated_and_not_kept(
     assert not results
 
 
-def test_costs_smaller_than_their_noise_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(*seconds: float) -> list[tuple[list[Any], tuple[()]]]:
-        """What two ranks return: passes take a second more than alone, and steps so many seconds more than passes."""
-        rounds = [local_ranks._Round(trace.makespan + each, trace, (0.0, 0.0)) for each in seconds]
+def test_passes_that_cost_nothing_in_half_of_the_measurement_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(*alone: float) -> list[tuple[list[Any], tuple[()]]]:
+        """What two ranks return: passes of a second with the runtime, which take so many seconds without it."""
+        rounds = [local_ranks._Round(trace.makespan + 0.5, trace, (each, each)) for each in alone]
         return [(rounds, ()), (rounds, ())]
 
     trace = penstock.simulate(local_ranks._plan(), StageCosts((1.0, 1.0), (0.5, 0.5), (0.5, 0.5)))
-    for seconds, is_reliable in ((0.5, 0.6), True), ((0.1, 0.5), False), ((0.0, 0.0), False):
-        results = runs(*seconds)
+    for alone, is_reliable in ((0.0, 0.2), True), ((0.0, 1.0), False), ((1.0, 1.0), False):
+        results = runs(*alone)
         monkeypatch.setattr(local_ranks, "launch", lambda *_, results=results, **__: results)
         found, got = local_ranks._measure_ranks()
         assert got == is_reliable
-        assert found.overhead.pass_seconds == 1.0
-        assert found.overhead.step_seconds == pytest.approx(min(seconds))
+        assert found.overhead.pass_seconds == 1.0 - min(alone)
+        assert found.overhead.step_seconds == pytest.approx(0.5)
 
 
 def test_a_given_cluster_is_not_measured(measured: list[int]) -> None:
