@@ -8,7 +8,7 @@ plan_together.py         plan_together: the same on the ranks of a running proce
 simulation.py            schedule, simulate: named schedules and predicted traces
 pipeline.py              Pipeline: one rank of a pipeline that trains; arguments.py checks its arguments
 forward_pass.py          the result of `Pipeline.forward`
-clip_warning.py          functions of torch that need the gradients of all ranks: clip_grad_norm_, LBFGS
+rank_parameters.py       functions of torch that need the gradients of all ranks: clip_grad_norm_, LBFGS
 check.py                 check: one step compared with the unsplit model
 train_loop.py            fit: the training loop; train_options.py has its options, step_logs.py its logs
 report.py                report: a plan or a run as an HTML page, with advice

@@ -23,8 +23,8 @@ from penstock.api.arguments import (
     check_staleness,
     shown,
 )
-from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
+from penstock.api.rank_parameters import RankParameters, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, SavedState, Saver
@@ -160,7 +160,7 @@ class Pipeline:
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_part, options.check_model)
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
-        self._clip_warning = ClipWarning(part.parameters, groups.is_first) if not is_whole else None
+        self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
@@ -629,7 +629,7 @@ class Pipeline:
         and gives a warning once.
         """
         parameters = iter(self._part.parameters.values())
-        return parameters if self._clip_warning is None else WatchedParameters(parameters, self._clip_warning)
+        return parameters if self._rank_parameters is None else WatchedParameters(parameters, self._rank_parameters)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their original names, tied ones once."""

@@ -44,7 +44,7 @@ class BatchComparison:
         return checksum([leaves], step if step % every else None), leaves
 
     def target_checksum(self, batch: Batch, request: SyncRequest) -> int:
-        """A checksum of the target, or of a sample of it; 0 if there is none, or batches are not compared."""
+        """A checksum of the target, or of some of its entries; 0 without a target, or if batches are not compared."""
         if batch.target is None or not self._every:
             return 0
         sampled_step = request.step if request.step % self._every else None

@@ -132,7 +132,7 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> tuple[L
             if queue and queue[0] < (rank.clock, number):
                 heappush(queue, (rank.clock, number))
                 break
-    # A rank begins with a forward, which is no moved weight gradient.
+    # A rank begins with a forward, so its first action is not a weight gradient that was moved.
     spans = [rank.clock - ends[rank.done[0]] + seconds[rank.done[0]] for rank in ranks]
     length = Length(max(rank.clock for rank in ranks), max(spans))
     codes = table.codes

@@ -162,7 +162,7 @@ class Ring:
     # ----------------------------------------------------------------------------------------------------- receiver
 
     def header(self) -> tuple[int, int] | None:
-        """Tag of the message in the current slot, and its whole size in bytes; None if there is no message yet."""
+        """The tag of the message in the current slot and the bytes of all its pieces; None if it was not sent yet."""
         counters = self.counters
         if counters[_WRITTEN] == self._position:
             return None

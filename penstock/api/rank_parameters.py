@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import PenstockWarning, RunError
 
-_WARNINGS: "WeakSet[ClipWarning]" = WeakSet()
-"""the warnings of all pipelines of this process that have ranks in other processes"""
+_PIPELINES: "WeakSet[RankParameters]" = WeakSet()
+"""of all pipelines of this process that have ranks in other processes"""
 
 
-class ClipWarning:
-    """The warning of one Pipeline, given once, by its first rank.
+class RankParameters:
+    """The parameters of one rank of a Pipeline; its first rank warns once if they are clipped by their own norm.
 
     `torch.nn.utils.clip_grad_norm_` is replaced by a function that warns if it is given parameters of a pipeline, and
     then calls torch's. A script that imported the function by name before has torch's own: `WatchedParameters` warns if
@@ -31,11 +31,11 @@ class ClipWarning:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_first: bool) -> None:
         self._parameters, self._is_due = parameters, is_first
-        _WARNINGS.add(self)
+        _PIPELINES.add(self)
         _watch_torch()
 
-    def concerns(self, parameters: Iterable[Any]) -> bool:
-        """Whether one of these parameters is the Pipeline's."""
+    def include_any(self, parameters: Iterable[Any]) -> bool:
+        """Whether one of these parameters is among them."""
         own = set(map(id, self._parameters.values()))
         return any(id(parameter) in own for parameter in parameters)
 
@@ -51,14 +51,14 @@ class ClipWarning:
 class WatchedParameters(Iterator[nn.Parameter]):
     """Iterates over parameters, and warns if torch's clip_grad_norm_ reads them."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], warning: ClipWarning) -> None:
-        self._parameters, self._warning = parameters, warning
+    def __init__(self, parameters: Iterator[nn.Parameter], own: RankParameters) -> None:
+        self._parameters, self._own = parameters, own
 
     def __iter__(self) -> Self:
         # torch has no hook for clipping, so the frame shows which function reads the parameters.
         code, module = sys._getframe(1).f_code, sys._getframe(1).f_globals.get("__name__")
         if code.co_name == "clip_grad_norm_" and module == "torch.nn.utils.clip_grad":
-            self._warning.warn(stacklevel=4)  # the user's call of clip_grad_norm_, which torch wraps
+            self._own.warn(stacklevel=4)  # the user's call of clip_grad_norm_, which torch wraps
         return self
 
     def __next__(self) -> nn.Parameter:
@@ -75,9 +75,9 @@ def _watch_torch() -> None:
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
             given = list(parameters)
-            for warning in list(_WARNINGS):
-                if warning.concerns(given):
-                    warning.warn(stacklevel=2)
+            for own in list(_PIPELINES):
+                if own.include_any(given):
+                    own.warn(stacklevel=2)
             # torch warns of a generator that has no elements left.
             parameters = (each for each in given) if isinstance(parameters, GeneratorType) else given
         return clip(parameters, *args, **kwargs)
@@ -91,6 +91,6 @@ def _refuse_lbfgs(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step of LBFGS on the parameters of one rank: its direction depends on all gradients of the model."""
     if isinstance(optimizer, torch.optim.LBFGS):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(warning.concerns(parameters) for warning in list(_WARNINGS)):
+        if any(own.include_any(parameters) for own in list(_PIPELINES)):
             hint = "an optimizer that updates each parameter by its own gradient, such as AdamW, or local=True"
             raise RunError("LBFGS needs the gradients of all ranks, and has those of this rank", hint=hint)
