@@ -24,7 +24,7 @@ def layers(seconds: list[float]) -> Measured:
     """A chain of layers whose forward, input gradient and weight gradient take the given seconds each."""
     names = [f"layers.{index}" for index in range(len(seconds))]
     nodes = tuple(
-        Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), module=name, kind="Linear", is_leaf=True)
+        Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), module=name, kind="Linear", is_block=True)
         for name, read in zip(names, ["x", *names], strict=False)
     )
     weights = tuple(Value(f"{name}.weight", _WEIGHT) for name in names)

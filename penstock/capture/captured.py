@@ -338,11 +338,11 @@ class Captured:
     def block_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
         """The modules that some nodes, of the example or of another recording, are calls of."""
         graph = recording.graph if recording else self.graph
-        return [graph[name].module for name in nodes if graph[name].is_leaf]
+        return [graph[name].module for name in nodes if graph[name].is_block]
 
     def uncalled_blocks(self) -> list[str]:
         """The modules that would be blocks but that the example never called."""
-        called = {node.module for node in self.graph.nodes if node.is_leaf}
+        called = {node.module for node in self.graph.nodes if node.is_block}
         granularity = Granularity.of(self._planned_graph) if self._planned_graph else self._granularity
         return [name for name in granularity.blocks(self.model) if name not in called]
 

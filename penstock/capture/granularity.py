@@ -50,8 +50,8 @@ class Granularity:
     @classmethod
     def of(cls, graph: Graph) -> "Granularity":
         """The granularity with which a graph was recorded, as far as the graph shows."""
-        blocks = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_leaf))
-        scopes = {node.module for node in graph.nodes if not node.is_leaf}
+        blocks = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_block))
+        scopes = {node.module for node in graph.nodes if not node.is_block}
         around = {".".join(name.split(".")[:end]) for name in blocks for end in range(name.count(".") + 1)}
         within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
         return cls(basic_blocks=blocks, opened=frozenset((around | within) - set(blocks)))

@@ -32,7 +32,7 @@ class InputGuards:
         chosen = [recording.graph[name] for name in nodes or ()]
         self.depend_on_draws = any(node.is_random for node in chosen)
         """whether guards read random numbers, which decide, for example, whether a layer is dropped"""
-        self._blocks = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
+        self._blocks = [model.get_submodule(node.module) for node in chosen if node.is_block]
 
     def hold(self, inputs: dict[str, Any], seed: DrawSeed) -> bool:
         """Whether all guards read the recorded values in this batch, with the random numbers of this seed."""

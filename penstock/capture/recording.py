@@ -159,7 +159,7 @@ class Recording:
             # A second draw from a generator that the model holds would give other numbers.
             keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
             has_generator = any(isinstance(self.live[key], torch.Generator) for key in keys)
-            is_plain = not (node.is_leaf or node.parameters or node.buffers or has_generator)
+            is_plain = not (node.is_block or node.parameters or node.buffers or has_generator)
             if node.from_inputs or (is_plain and known.issuperset(node.reads)):
                 names.add(node.name)
                 known.update(value.name for value in node.makes)

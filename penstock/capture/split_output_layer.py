@@ -509,7 +509,7 @@ def sharded_granularity(model: nn.Module, granularity: Granularity) -> Granulari
 
 def sharded_head(graph: Graph) -> tuple[str, int] | None:
     """The output layer that is split in a graph and the number of its shards; None if none is."""
-    shards = [node.module for node in graph.nodes if node.is_leaf and node.kind == VocabularyShard.__name__]
+    shards = [node.module for node in graph.nodes if node.is_block and node.kind == VocabularyShard.__name__]
     if not shards:
         return None
     head, num_shards = shards[0].rpartition(f".{_SHARDS}.")[0], len({*shards})
@@ -547,7 +547,7 @@ def find_head(graph: Graph, roots: Sequence[str]) -> str:
         if node is None or node.name in seen:
             continue
         seen.add(node.name)
-        if node.is_leaf and node.parameters:
+        if node.is_block and node.parameters:
             found[node.module] = None
         else:
             values += node.reads

@@ -49,7 +49,7 @@ def stage_document(captured: Any, partition: Partition, placement: Placement, be
     variables, imports = name_values(recording, names), Imports(names)
     stages = []
     for section in sections(captured, recording, partition):
-        expressions = Expressions(recording, variables, section.leaves, imports, tensors)
+        expressions = Expressions(recording, variables, section.blocks, imports, tensors)
         stages.append(StageClass(section, expressions, names, placement[section.stage]))
     # Imports and constants are known only after all code has been written.
     classes = [stage.lines() for stage in stages]

@@ -89,10 +89,10 @@ def expect(found: str, recorded: str, what: str) -> str:
     return f"expect({found}, {recorded}, {what!r})"
 
 
-def part_of_stage(path: str, leaves: Collection[str]) -> str:
-    """A module, parameter or buffer of a stage; `leaves` are the modules that the stage holds whole."""
+def part_of_stage(path: str, blocks: Collection[str]) -> str:
+    """A module, parameter or buffer of a stage; `blocks` are the modules that the stage holds whole."""
     words = path.split(".")
-    inside = next((n for n in range(1, len(words)) if ".".join(words[:n]) in leaves), len(words))
+    inside = next((n for n in range(1, len(words)) if ".".join(words[:n]) in blocks), len(words))
     found = "self"
     for word in words[:inside]:
         is_attribute = is_identifier(word) and not word.startswith("__") and word not in _STAGE_ATTRIBUTES
@@ -137,7 +137,7 @@ class Expressions:
     recording: Any
     variables: Mapping[str, str]
     """the Python name of every value"""
-    leaves: Collection[str]
+    blocks: Collection[str]
     """modules of the model that the stage holds whole"""
     imports: Imports
     tensors: ConstantTensors
@@ -150,7 +150,7 @@ class Expressions:
 
     def part(self, path: str) -> str:
         """A module, parameter or buffer."""
-        return part_of_stage(path, self.leaves)
+        return part_of_stage(path, self.blocks)
 
     def argument(self, tree: Tree, where: str) -> str:
         """An argument of a recorded call."""

@@ -93,8 +93,8 @@ def name_values(recording: Any, names: Names) -> dict[str, str]:
         new = [value for value in dict.fromkeys(step.results.values) if value and value not in found]
         # A readable name: `layers_0`, `embed_tokens`, `mul`.
         node = graph[step.name]
-        words, base = node.module.split("."), node.kind.lower() if node.is_leaf else node.kind
-        if node.is_leaf and all(is_identifier(f"_{word}") for word in words):
+        words, base = node.module.split("."), node.kind.lower() if node.is_block else node.kind
+        if node.is_block and all(is_identifier(f"_{word}") for word in words):
             # From the last word that is not an index: `model.layers.0` is `layers_0`.
             start = max((at for at, word in enumerate(words) if not is_index(word)), default=-1)
             base = "_".join(words[start:] if start >= 0 else [base, *words])

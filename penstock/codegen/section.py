@@ -25,10 +25,10 @@ class Section:
     """the values from other stages, with the stage that sends each"""
     sends: dict[str, tuple[int, ...]]
     """the values for other stages, with the stages that receive each"""
-    leaves: tuple[str, ...]
+    blocks: tuple[str, ...]
     """the modules that it holds whole, including those that the example never called"""
     parts: tuple[str, ...]
-    """the parts of the model that it holds: `leaves`, and parameters and buffers outside of these"""
+    """the parts of the model that it holds: `blocks`, and parameters and buffers outside of these"""
     num_rerun: int
     """the number of its nodes that belong to other stages: these depend on inputs only"""
 
@@ -57,7 +57,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
                 sends[value.name] = (*sends.get(value.name, ()), crossing.consumer)
         steps = _steps(recording, nodes, {*sends, *refs(outputs)}, stage, owners)
         called = captured.block_modules((node.name for node in nodes), recording)
-        leaves = dict.fromkeys((*called, *uncalled_blocks.get(stage, ())))
+        blocks = dict.fromkeys((*called, *uncalled_blocks.get(stage, ())))
 
         state = [name for step in steps for name in _step_states(step)] + list(states(outputs))
         used = [name for node in nodes for name in (*node.parameters, *node.buffers)]
@@ -67,7 +67,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
             owner = captured.model.get_submodule(path)
             if attribute in owner._parameters or attribute in owner._buffers:
                 state.append(name)
-        inside = tuple(f"{name}." for name in leaves)
+        inside = tuple(f"{name}." for name in blocks)
         section = Section(
             recording,
             stage,
@@ -76,8 +76,8 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
             read=frozenset((*(name for step in steps for name in _step_refs(step)), *refs(outputs))),
             receives={value.name: c.producer for c in crossings if c.consumer == stage for value in c.values},
             sends=sends,
-            leaves=tuple(leaves),
-            parts=(*leaves, *(name for name in dict.fromkeys(state) if not name.startswith(inside))),
+            blocks=tuple(blocks),
+            parts=(*blocks, *(name for name in dict.fromkeys(state) if not name.startswith(inside))),
             num_rerun=sum(node.name not in partition.stages[stage] for node in nodes),
         )
         found.append(section)

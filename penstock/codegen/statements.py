@@ -66,7 +66,7 @@ class StepWriter:
             context = step.context
             node = self._graph[step.name]
             heading = ""
-            if not node.is_leaf and node.module != scope:
+            if not node.is_block and node.module != scope:
                 scope = node.module
                 heading = f"in {scope}" if is_plain_path(scope) else "in the model itself" if not scope else ""
             for statement in self._call(step):
@@ -106,7 +106,7 @@ class StepWriter:
             # the buffer may be part of a graph.
             yield Statement(f"{code}.clone()", CallContext(grad=True) if step.context.grad is False else NO_CONTEXT)
         node = self._graph[step.name]
-        if not node.is_leaf and node.kind in _SHAPE_FOLLOWS:
+        if not node.is_block and node.kind in _SHAPE_FOLLOWS:
             return
         for value in new:
             if value in recording.record.sized:

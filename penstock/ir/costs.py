@@ -433,8 +433,8 @@ def _held_bytes(
 
 
 def _recomputable_nodes(graph: Graph) -> frozenset[str]:
-    """The nodes that a recomputed stage runs again: leaf modules that write nothing but buffers."""
+    """The nodes that a recomputed stage runs again: blocks that write nothing but buffers."""
     buffers = {value.name for value in graph.buffers}
     writers = {writer for group in graph.storage for writer in group.writers}
     writers |= {update.node for update in graph.updates if not buffers.issuperset(update.names)}
-    return frozenset(node.name for node in graph.nodes if node.is_leaf and node.name not in writers)
+    return frozenset(node.name for node in graph.nodes if node.is_block and node.name not in writers)

@@ -60,7 +60,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One call of the model: a leaf module, or a function called between modules.
+    """One call of the model: of a block, or of a function between blocks.
 
     `reads` names inputs of the graph and values of earlier nodes; parameters and buffers have their original names.
     """
@@ -76,8 +76,8 @@ class Node:
     """the module whose call this is, or in whose forward it happens, by its original name"""
     kind: str = ""
     """the class of the module, or the name of the function"""
-    is_leaf: bool = False
-    """whether this is the call of a leaf module"""
+    is_block: bool = False
+    """whether this is the call of a block: a module that stays whole"""
     is_random: bool = False
     """draws random numbers, as dropout does"""
 

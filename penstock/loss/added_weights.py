@@ -79,8 +79,8 @@ class AddedLosses:
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
         # Blocks that add losses must run. Of losses that are added between blocks, those of other stages are dropped
         # below.
-        live = {node.module for node in adding if node.is_leaf and node.name in nodes}
-        between = [node.name in nodes for node in adding if not node.is_leaf]
+        live = {node.module for node in adding if node.is_block and node.name in nodes}
+        between = [node.name in nodes for node in adding if not node.is_block]
         parts = choose_parts([each.size for each in microbatches], model.sample_size, step_number=model.recorded)
         self._sizes = [part.length for part in parts]
 

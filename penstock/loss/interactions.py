@@ -15,7 +15,7 @@ def interaction_warnings(model: nn.Module, recording: Recording, mixing_blocks: 
 
     The former are found by the types of modules, because probes do not run blocks.
     """
-    blocks = tuple(f"{node.module}." for node in recording.graph.nodes if node.is_leaf)
+    blocks = tuple(f"{node.module}." for node in recording.graph.nodes if node.is_block)
 
     def modules_in_blocks(matches: Callable[[nn.Module], bool]) -> str:
         parts = model.named_modules()

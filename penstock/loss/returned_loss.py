@@ -142,7 +142,7 @@ class ModelLoss:
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         # Parameters of other ranks may have no values here: those that are used between blocks are replaced by ones.
         model = self.captured.model
-        used = {name for node in self.recording.graph.nodes if not node.is_leaf for name in node.parameters}
+        used = {name for node in self.recording.graph.nodes if not node.is_block for name in node.parameters}
         missing = {name: p for name in used & self._remote if not (p := model.get_parameter(name)).isfinite().all()}
         if not missing:
             return self.captured.whole(*args, **kwargs)
@@ -156,7 +156,7 @@ class ModelLoss:
         it does in models whose control flow depends on the values of activations.
         """
         graph = self.recording.graph
-        if all(node.is_leaf or node.from_inputs for node in graph.nodes):
+        if all(node.is_block or node.from_inputs for node in graph.nodes):
             return []
         sizes = [microbatch.size for microbatch in self.microbatches]
         # The recorded microbatch is one of them: together they must be more samples than were recorded.

@@ -67,9 +67,9 @@ class Ownership:
             earliest = max((placed[maker.name] for maker in makers if not maker.from_inputs), default=0)
             # The same name may be another call here (`/add@3`), so its old stage is only a preference.
             preferred = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
-            if node.is_leaf and node.name in owned:
+            if node.is_block and node.name in owned:
                 placed[node.name] = owned[node.name]
-            elif node.parameters or (node.is_leaf and node.buffers):
+            elif node.parameters or (node.is_block and node.buffers):
                 placed[node.name] = self._stage_of_state(node, earliest, preferred)
             else:
                 placed[node.name] = preferred
@@ -85,7 +85,7 @@ class Ownership:
         bound = dict.fromkeys((value.name for node in graph.nodes for value in node.makes), last)
         for node in reversed(graph.nodes):
             stage = min((bound[value.name] for value in node.makes), default=last)
-            if node.is_leaf and node.name in owned:
+            if node.is_block and node.name in owned:
                 stage = owned[node.name]
             latest[node.name] = stage
             for value in node.reads:

@@ -80,13 +80,13 @@ class Stage(nn.Module):
         self._deferred_accumulator = DeferredAccumulator()
         model, shared = captured.model, self._cut[0]
         nodes = shared.stage_nodes[index]
-        leaves = captured.block_modules(node.name for node in nodes)
-        leaves += shared.uncalled_blocks.get(index, [])
+        blocks = captured.block_modules(node.name for node in nodes)
+        blocks += shared.uncalled_blocks.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += shared.unused_state.get(index, [])
-        register_by_name(self, model, dict.fromkeys(leaves), dict.fromkeys(state))
-        self._leaves = ({name: model.get_submodule(name) for name in leaves},)
-        self._loose_state = _loose_state(model, leaves, state)
+        register_by_name(self, model, dict.fromkeys(blocks), dict.fromkeys(state))
+        self._blocks = ({name: model.get_submodule(name) for name in blocks},)
+        self._loose_state = _loose_state(model, blocks, state)
         # The submodules are the user's own, each in the mode that the user set: self.train() would change them.
         self.training = model.training
 
@@ -150,7 +150,7 @@ class Stage(nn.Module):
     def train(self, mode: bool = True) -> "Stage":
         """Set the mode of the submodules, and of the modules around them, whose forward is the code between them."""
         super().train(mode)
-        for name in self._leaves[0]:
+        for name in self._blocks[0]:
             words = name.split(".")
             for end in range(len(words)):
                 self.whole_model.get_submodule(".".join(words[:end])).training = mode
@@ -163,7 +163,7 @@ class Stage(nn.Module):
 
     def _prepare_replay(self, recording: Recording) -> Replay:
         captured = self._captured[0]
-        for name, module in self._leaves[0].items():
+        for name, module in self._blocks[0].items():
             if captured.model.get_submodule(name) is not module:
                 hint = "capture and split again"
                 raise PartitionError("a module was replaced after the split", module=name, hint=hint)
@@ -207,10 +207,10 @@ def _branch(tree: nn.Module, path: str) -> nn.Module:
 
 
 def _loose_state(
-    model: nn.Module, leaves: Iterable[str], state: Iterable[str]
+    model: nn.Module, blocks: Iterable[str], state: Iterable[str]
 ) -> list[tuple[str, dict[str, Any], str, object]]:
-    """The parameters and buffers of a stage that are not inside its leaves: path, dict of the owner, name, tensor."""
-    inside = tuple(f"{name}." for name in leaves)
+    """The parameters and buffers of a stage that are not inside its blocks: path, dict of the owner, name, tensor."""
+    inside = tuple(f"{name}." for name in blocks)
     entries: list[tuple[str, dict[str, Any], str, object]] = []
     for path in dict.fromkeys(state):
         if not path.startswith(inside):

@@ -151,7 +151,7 @@ def module_lists(plan: Plan) -> list[list[str]]:
                 parameter=node.parameters[0],
                 hint="put it into a module of its own",
             )
-        is_part = node.is_leaf or node.parameters or node.buffers or name != node.module
+        is_part = node.is_block or node.parameters or node.buffers or name != node.module
         if not name or not is_part or node.from_inputs:
             continue
         if home.setdefault(name, stage) != stage:

@@ -144,7 +144,7 @@ KINDS = {
 def test_a_holder_that_blocks_fill_crosses_cuts(kind):
     model = Decoder(KINDS[kind])
     captured = penstock.capture(model, BATCH.args)
-    assert [node.name for node in captured.graph.nodes if node.is_leaf] == [f"blocks.{n}" for n in range(4)]
+    assert [node.name for node in captured.graph.nodes if node.is_block] == [f"blocks.{n}" for n in range(4)]
     expected = whole(model, BATCH.other())
     for is_split in (False, True):
         assert_close(staged(captured, 3, BATCH.other(), is_split), expected, 1e-6)

@@ -198,7 +198,7 @@ def test_a_function_that_uses_parameters_of_its_own_accord_is_recorded_call_by_c
     hidden["weight"] = model.middle.linear.weight
     model.function = scaled_by_hidden
     graph = penstock.capture(model, (BATCH,)).graph
-    assert any("middle.linear.weight" in node.parameters for node in graph.nodes if not node.is_leaf)
+    assert any("middle.linear.weight" in node.parameters for node in graph.nodes if not node.is_block)
 
 
 class Ordering(nn.Module):
@@ -211,7 +211,7 @@ class Ordering(nn.Module):
 def test_a_module_without_parameters_that_reads_activations_is_a_leaf():
     model = Around(Ordering())
     graph = penstock.capture(model, (BATCH,)).graph
-    assert graph["middle"].is_leaf
+    assert graph["middle"].is_block
     assert_parity(model)
 
 

@@ -317,4 +317,4 @@ def test_the_hint_names_the_smallest_module_that_can_be_recorded_as_one_block():
         penstock.capture(model, (BATCH,), depth=9)
     assert caught.value.hint == 'basic_blocks=["blocks.0.0"], which keeps that module whole'
     graph = penstock.capture(model, (BATCH,), depth=9, basic_blocks=["blocks.0.0"]).graph
-    assert graph["blocks.0.0"].is_leaf
+    assert graph["blocks.0.0"].is_block

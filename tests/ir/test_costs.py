@@ -246,7 +246,7 @@ def test_memory_held_by_the_later_of_two_stages_of_one_rank_counts_for_that_stag
 
 BLOCKS = replace(
     SAVED_GRAPH,
-    nodes=tuple(replace(node, module=node.name, kind="Block", is_leaf=True) for node in SAVED_GRAPH.nodes),
+    nodes=tuple(replace(node, module=node.name, kind="Block", is_block=True) for node in SAVED_GRAPH.nodes),
 )
 OF_BLOCKS = replace(SAVED_PROFILE, fingerprint=BLOCKS.fingerprint)
 

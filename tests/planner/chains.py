@@ -16,7 +16,7 @@ def chain(layers: int) -> Graph:
     reads = ["x", *names]
     return Graph(
         nodes=tuple(
-            Node(name, (read,), (Value(name, SPEC),), (f"{name}.weight",), module=name, kind="Linear", is_leaf=True)
+            Node(name, (read,), (Value(name, SPEC),), (f"{name}.weight",), module=name, kind="Linear", is_block=True)
             for name, read in zip(names, reads, strict=False)
         ),
         inputs=(Value("x", TensorSpec((4, 8))),),

@@ -33,7 +33,7 @@ def chain(num_nodes: int, name: str = "layers.{}") -> Graph:
     made = [Value(name.format(place), TensorSpec((4, 8), requires_grad=True)) for place in range(num_nodes)]
     weights = tuple(Value(f"{value.name}.weight", TensorSpec((8, 8), requires_grad=True)) for value in made)
     nodes = [
-        Node(value.name, (before.name,), (value,), (weight.name,), module=value.name, kind="Block", is_leaf=True)
+        Node(value.name, (before.name,), (value,), (weight.name,), module=value.name, kind="Block", is_block=True)
         for value, weight, before in zip(made, weights, [Value("x", made[0].spec), *made], strict=False)
     ]
     return Graph(tuple(nodes), (Value("x", TensorSpec((4, 8))),), (made[-1].name,), weights)
