@@ -19,7 +19,7 @@ import penstock
 from benchmarks.interleaved import joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock, sleep
 from benchmarks.table import Line, Table
-from penstock.capture.split_output_layer import VocabularyShard
+from penstock.capture.sharded_logits import VocabularyShard
 from penstock.demo.gpt import Sizes, batch, gpt, loss
 
 _WORDS = 128_000

@@ -21,7 +21,7 @@ The files, in the order in which to read them:
     graph_builder.py  the Graph of a record
     fingerprint.py    signatures of batches and models; guards.py: values that a batch must have for a recording to hold
     description.py    models and recordings as text, which ranks compare
-    split_output_layer.py  the output layer and its loss in shards along the vocabulary
+    sharded_logits.py an output layer and its loss in shards along the vocabulary; split_output_layer.py: models with it
     lru_cache.py      a bounded cache
 """
 

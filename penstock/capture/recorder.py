@@ -57,7 +57,7 @@ from penstock.capture.random_draws import (
     python_seeded,
     seed_torch,
 )
-from penstock.capture.split_output_layer import ShardedLogits
+from penstock.capture.sharded_logits import ShardedLogits
 from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
