@@ -1,4 +1,4 @@
-"""Encodes the arguments of calls as plain data.
+"""Encodes the arguments of calls as plain data, and builds arguments from it for a replay.
 
 Arguments become trees (`penstock.ir.Tree`): containers, plain values, and references to named tensors. Functions,
 classes and constants that plain data cannot hold go into the *live table* and are referred to by key.
@@ -7,9 +7,11 @@ classes and constants that plain data cannot hold go into the *live table* and a
 import enum
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,11 +22,14 @@ from torch.overrides import resolve_name
 from penstock.capture.functions import WholeFunction
 from penstock.capture.objects import holds_tensors, user_line
 from penstock.capture.random_draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
-from penstock.capture.tensors import TORCH_CONSTANTS, same_content
+from penstock.capture.tensors import TORCH_CONSTANTS, device_of, same_content
 from penstock.capture.transforms import TransformedCall
-from penstock.errors import CaptureError
-from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
+from penstock.errors import CaptureError, PartitionError
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, put_together, take_apart
 
+Values = dict[str, Any]
+"""tensors by name"""
+Getter = Callable[[Values], Any]
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
 
@@ -125,6 +130,69 @@ class ArgumentWriter:
             name = next(key for key in numbered if _are_interchangeable(self.live.get(key, value), value))
         self.live.setdefault(name, value)
         return name
+
+
+class ArgumentReader:
+    """Turns the trees of a recording back into Python structures."""
+
+    def __init__(
+        self, live: Mapping[str, Any], device: str, modules: nn.Module, whole: nn.Module | None = None
+    ) -> None:
+        """`live` and `device` are those of the recording. State that `modules` lacks is looked up in `whole`."""
+        self._live, self._device = live, device
+        self._modules, self._whole = modules, whole or modules
+
+    def getter(self, tree: Tree) -> Getter:
+        """A function that builds the structure of a tree from values by name."""
+        if isinstance(tree, Ref):
+            return itemgetter(tree.value)
+        if isinstance(tree, State):
+            path, _, attribute = tree.name.rpartition(".")
+            owner = self._whole.get_submodule(path)
+            with suppress(AttributeError):
+                own = self._modules.get_submodule(path)
+                getattr(own, attribute)
+                owner = own
+            # Looked up in every call: the attribute may be assigned later, a plain tensor even only in the forward.
+            return lambda values: getattr(owner, attribute)
+        if isinstance(tree, ObjectRef):
+            value = self._live[tree.key]
+            if isinstance(value, torch.device) and str(value) == self._device:
+                # The model was recorded on one device and runs on another.
+                modules = self._modules
+                return lambda values: device_of(modules, value)
+            return lambda values: value
+        if not isinstance(tree, Container):
+            return lambda values: tree
+        kind = self._live[tree.kind]
+        items = [self.getter(item) for item in tree.items]
+        keys = [self.getter(key)({}) for key in tree.keys]
+        if not tree.items and kind in (tuple, list, dict):
+            # Most calls have no keyword arguments. A new container each time, as the callee may change it.
+            return lambda values: kind()
+        if kind is tuple:
+            if all(isinstance(item, Ref) for item in tree.items):
+                names = [item.value for item in tree.items]
+                # With one name, itemgetter does not return a tuple.
+                return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
+            return lambda values: tuple([item(values) for item in items])
+        if kind is dict:
+            return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
+        return lambda values: put_together(kind, keys, [item(values) for item in items])
+
+    def module(self, path: str) -> nn.Module:
+        """The module of this name; from the unsplit model if it is not a block of the plan, as a dropout with p = 0."""
+        with suppress(AttributeError):
+            module = self._modules.get_submodule(path)
+            # A stage has bare modules in place of those that it has only parts of.
+            if type(module) is not nn.Module:
+                return module
+        module = self._whole.get_submodule(path)
+        own = {id(tensor) for tensor in (*self._modules.parameters(), *self._modules.buffers())}
+        state = (*module.named_parameters(), *module.named_buffers())
+        if name := next((name for name, tensor in state if id(tensor) not in own), None):
+            raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
+        return module
 
 
 def unknown_origin(tensor: Tensor, where: str, line: str = "") -> CaptureError:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.capture.arguments import ArgumentReader, Getter, Values
 from penstock.capture.fingerprint import Fingerprinter, batch_signature
+from penstock.capture.functions import WholeFunctions
 from penstock.capture.granularity import Granularity
 from penstock.capture.guards import InputGuards
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
 from penstock.capture.random_draws import DrawSeed
-from penstock.capture.recorder import WholeFunctions
 from penstock.capture.recording import Recording, make_recording, run_with_draws
-from penstock.capture.replay import ArgumentReader, Getter, Replay, Values, WrapModule
+from penstock.capture.replay import Replay, WrapModule
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
 from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
@@ -354,7 +355,7 @@ class Captured:
         """The model's output, built from the values in it."""
 
         def make() -> Getter:
-            return ArgumentReader(recording, self.model).getter(recording.record.outputs)
+            return ArgumentReader(recording.live, recording.device, self.model).getter(recording.record.outputs)
 
         return self._output_getters.get(recording, make)(values)
 

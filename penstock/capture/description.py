@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.capture.fingerprint import names_in, referenced_globals
 from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin
 from penstock.capture.recording import Recording
-from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree, refs, states
+from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree
 
 _PROCESS_SPECIFIC = re.compile(
     r"(^|[_.:])(rank|rank_?(zero|0)|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|port|num_threads"
@@ -113,8 +113,7 @@ def describe_recording(recording: Recording) -> tuple[str, ...]:
         if not isinstance(step, Call):
             continue
         node, values = graph[step.name], (*step.results.values, *(name for name, _ in step.results.updates))
-        is_fixed = constants.issuperset((*refs(step.args), *refs(step.kwargs)))
-        is_fixed &= parameters.isdisjoint((*states(step.args), *states(step.kwargs)))
+        is_fixed = constants.issuperset(step.arg_values) and parameters.isdisjoint(step.arg_states)
         if is_fixed and not (step.is_module or node.is_random or step.writes):
             constants.update(values)
             continue

@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,23 @@ class WholeFunction:
         given = set(map(id, tensors_in((args, kwargs))))
         result = self.function(*args, **kwargs)
         return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
+
+
+@dataclass
+class WholeFunctions:
+    """The functions of the user that are recorded as one call, by the reason."""
+
+    drawing: list[Callable[..., Any]] = field(default_factory=list)
+    """they draw with Python's or numpy's generators"""
+    reading: list[Callable[..., Any]] = field(default_factory=list)
+    """they read activations, or use tensors that a replay could not find"""
+    opened: list[Callable[..., Any]] = field(default_factory=list)
+    """they were in `reading` but cannot be one call: values enter or leave them other than as arguments and results"""
+
+    def open(self, function: Callable[..., Any]) -> None:
+        """Record the calls inside a function in `reading` from now on."""
+        self.reading.remove(function)
+        self.opened.append(function)
 
 
 def enclosing_function(

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.capture.recorder import CallNote
 from penstock.capture.tensor_table import Edge, TensorTable
 from penstock.capture.tensors import spec_of, storage_id
-from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, refs, states
+from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, refs
 
 
 def build_graph(model: nn.Module, record: Record, table: TensorTable, notes: Mapping[str, CallNote]) -> Graph:
@@ -57,11 +57,10 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
             module_state[table.state.get(id(parameter), prefix + name)] = prefix + name
         module_state |= {name: name for buffer in block.buffers() if (name := table.state.get(id(buffer)))}
     written = (name for name in note.written_state if name not in module_state)
-    used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *module_state.values(), *written)))
-    reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
-    made = dict.fromkeys((*(new for new, _ in (*call.writes, *call.results.updates)), *call.results.values))
+    used = tuple(dict.fromkeys((*call.arg_states, *module_state.values(), *written)))
+    reads = tuple(dict.fromkeys(call.reads))
     # A block may return one of its arguments: that is not a new value. State among the results has no name.
-    fresh = [name for name in made if name and name not in reads]
+    fresh = [name for name in dict.fromkeys(call.makes) if name and name not in reads]
     names = set(parameters)
     return Node(
         call.name,

@@ -17,7 +17,7 @@ from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
 from penstock.capture.structures import TENSOR
-from penstock.ir import Guard, refs
+from penstock.ir import Guard
 
 
 class InputGuards:
@@ -63,7 +63,7 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
     varying = {*record.inputs, *(value.name for node in graph.nodes if node.is_random for value in node.makes)}
     for step in record.steps:
         if isinstance(step, Guard):
-            names = {*refs(step.args), *refs(step.kwargs)}
+            names = set(step.arg_values)
             if names <= available:
                 has_guards, wanted = True, wanted | names
         # The result of a call may vary in structure or size, as after `nonzero`: an implicit guard if the model depends

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock.capture.arguments import short_name, unknown_origin
 from penstock.capture.fingerprint import model_settings
-from penstock.capture.functions import intercept_functions
+from penstock.capture.functions import WholeFunctions, intercept_functions
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.graph_builder import build_graph, outputs_with_gradient
@@ -42,7 +42,6 @@ from penstock.capture.recorder import (
     NewContainer,
     NotReplayable,
     Recorder,
-    WholeFunctions,
 )
 from penstock.capture.structures import Expected, structure_of
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, same_content, tensors_in
@@ -157,8 +156,7 @@ class Recording:
         names, known = set[str](), set(self.record.inputs)
         for node in self.graph.nodes:
             # A second draw from a generator that the model holds would give other numbers.
-            keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
-            has_generator = any(isinstance(self.live[key], torch.Generator) for key in keys)
+            has_generator = any(isinstance(self.live[key], torch.Generator) for key in calls[node.name].arg_keys)
             is_plain = not (node.is_block or node.parameters or node.buffers or has_generator)
             if node.from_inputs or (is_plain and known.issuperset(node.reads)):
                 names.add(node.name)
@@ -218,15 +216,15 @@ def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> 
     For example, tables of positions that the model, or a cached function, keeps. The first recording is then right:
     a replay computes them each time.
     """
-    state, used = buffers_and_attributes(model), set[int]()
-    steps = second.record.steps
-    for tree in (*(step.args for step in steps), *(step.kwargs for step in steps), second.record.outputs):
-        used.update(id(state.get(name)) for name in states(tree))
-        used.update(id(second.live[key]) for key in object_keys(tree))
+    state = buffers_and_attributes(model)
+    steps, outputs = second.record.steps, second.record.outputs
+    names = (*states(outputs), *(name for step in steps for name in step.arg_states))
+    keys = (*object_keys(outputs), *(key for step in steps for key in step.arg_keys))
+    used = {*(id(state.get(name)) for name in names), *(id(second.live[key]) for key in keys)}
     if used.isdisjoint(map(id, first.constants)) or first.graph.updates != second.graph.updates:
         return False
-    outputs, others = first.output_tensors, second.output_tensors
-    return len(outputs) == len(others) and all(map(same_content, outputs, others))
+    tensors, others = first.output_tensors, second.output_tensors
+    return len(tensors) == len(others) and all(map(same_content, tensors, others))
 
 
 def _record_with_retries(
@@ -299,7 +297,7 @@ def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable
     functions: dict[Callable[..., Any], None] = {}
     scopes: set[str] = set()
     for index, step in enumerate(recording.record.steps):
-        reads_activations = isinstance(step, Guard) and not {*refs(step.args), *refs(step.kwargs)} <= known
+        reads_activations = isinstance(step, Guard) and not known.issuperset(step.arg_values)
         if index in recording.enclosing:
             if isinstance(step, Call) or reads_activations:
                 functions[recording.enclosing[index]] = None
@@ -386,10 +384,10 @@ def _constant_values(model: nn.Module, recorder: Recorder) -> set[str]:
     kept = buffers_and_attributes(model)
     constant = {name for name, tensor in recorder.table.buffers.items() if kept.get(name) is tensor} - written
     for step in recorder.steps:
-        if isinstance(step, Call) and not (step.is_module or step.writes or recorder.notes[step.name].is_random):
-            read = {*refs(step.args), *refs(step.kwargs)}
-            if read <= found and constant >= {*states(step.args), *states(step.kwargs)}:
-                found.update(step.results.values)
+        if isinstance(step, Guard) or step.is_module or step.writes or recorder.notes[step.name].is_random:
+            continue
+        if found.issuperset(step.arg_values) and constant.issuperset(step.arg_states):
+            found.update(step.results.values)
     return found
 
 
@@ -449,7 +447,7 @@ def _run_model(
 def _without_unread_updates(steps: Iterable[Call | Guard], outputs: Tree) -> tuple[Call | Guard, ...]:
     """The steps without the values of written buffers that nothing reads."""
     steps = tuple(steps)
-    read = set(refs(outputs)).union(*({*refs(step.args), *refs(step.kwargs)} for step in steps))
+    read = set(refs(outputs)).union(*(step.arg_values for step in steps))
 
     def reduced(call: Call) -> Call:
         updates = tuple((value, buffer) for value, buffer in call.results.updates if value in read)
@@ -464,7 +462,7 @@ def _refuse_replaced_state(model: nn.Module, recorder: Recorder, constants: set[
     A buffer that is not saved may be assigned a constant: the recording computes it in every replay.
     """
     # A plain tensor attribute that is assigned in every forward matters only if the forward reads the old one.
-    read = {name for step in recorder.steps for name in (*states(step.args), *states(step.kwargs))}
+    read = {name for step in recorder.steps for name in step.arg_states}
     attributes = [(name, tensor) for name, tensor in buffers_and_attributes(model).items() if name in read]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *attributes):
         value = recorder.table.name(tensor)
@@ -506,7 +504,7 @@ def _difference(first: Recording, second: Recording) -> CaptureError | None:
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
             # A constant tensor that every forward creates again, in a way that the torch function mode does not see.
-            users = [step for step in steps if key in (*object_keys(step.args), *object_keys(step.kwargs))]
+            users = [step for step in steps if key in step.arg_keys]
             where, line = (users[0].name, first.lines[id(users[0])]) if users else (_OUTPUT, "")
             return unknown_origin(value, where, line)
         if not _same_constant(value, second.live.get(key)):

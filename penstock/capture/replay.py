@@ -5,39 +5,26 @@ and write a dict of values by name: everything that can be looked up before the 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from operator import itemgetter
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.arguments import ArgumentReader, Getter, Values
 from penstock.capture.call_context import entered
 from penstock.capture.hooks import has_user_hooks
 from penstock.capture.random_draws import DrawSeed, hash_name, python_seeded, seed_torch
 from penstock.capture.recording import Recording
 from penstock.capture.structures import TENSOR, structure_of
-from penstock.capture.tensors import device_of, spec_of
-from penstock.errors import CaptureError, PartitionError
-from penstock.ir import (
-    Call,
-    CallContext,
-    Container,
-    Guard,
-    ObjectRef,
-    Ref,
-    State,
-    Tree,
-    leaves,
-    put_together,
-    refs,
-    transform,
-)
+from penstock.capture.tensors import device_of, spec_of, tensors_in
+from penstock.errors import CaptureError
+from penstock.ir import Call, CallContext, Container, Guard, Ref, State, transform
 
-Values = dict[str, Any]
 Step = Callable[[Values], None]
-Getter = Callable[[Values], Any]
+"""runs one call or checks one guard: reads its arguments from the values, and adds its results to them"""
 WrapModule = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _MAX_LINE = 60
 
@@ -74,16 +61,16 @@ class Replay:
         callable to use in place of a module.
         """
         self._recording, self._wrap = recording, wrap
-        self._arguments = ArgumentReader(recording, modules, whole)
+        self._arguments = ArgumentReader(recording.live, recording.device, modules, whole)
         self._modules, self._whole = modules, whole or modules
         steps = recording.record.steps
         available = recording.available_values(nodes) if recording.guards else set()
-        guards = [index for index in recording.guards if set(_reads(steps[index])) <= available]
+        guards = [index for index in recording.guards if available.issuperset(steps[index].reads)]
         # Looked up by name: a search through all steps for every stage would take quadratic time.
         calls = [recording.calls[name] for name in set(nodes) if name in recording.calls]
         chosen = [steps[index] for index in sorted([*calls, *guards])]
         self._wanted = set(wanted)
-        last_use = {name: index for index, step in enumerate(chosen) for name in (*_reads(step), *_makes(step))}
+        last_use = {name: index for index, step in enumerate(chosen) for name in (*step.reads, *step.makes)}
         dropped: dict[int, list[str]] = {}
         for name in last_use.keys() - self._wanted:
             dropped.setdefault(last_use[name], []).append(name)
@@ -127,7 +114,7 @@ class Replay:
             for name in dropped:
                 values.pop(name, None)
             if hook is not None:
-                hook(recorded.name, {name: values[name] for name in _makes(recorded) if name in values})
+                hook(recorded.name, {name: values[name] for name in recorded.makes if name in values})
         views = self._recording.state_views
         # A view of a buffer would change when the next microbatch writes the buffer.
         return {name: values[name].clone() if name in views else values[name] for name in self._wanted}
@@ -135,65 +122,85 @@ class Replay:
     def _prepare_call(self, call: Call) -> Step:
         """A function that makes the call, checks that it returns the recorded structure, and stores its values."""
         function = self._arguments.module(call.target) if call.is_module else self._recording.live[call.target]
-        called = _returning_arguments(function) if call.changes_arguments else function
-        wrapped = self._wrap(call.name, called) if self._wrap and call.is_module else called
-        args, kwargs = self._arguments.getter(call.args), self._arguments.getter(call.kwargs)
-        only = _only_argument(call)
-        results, structure, writes = call.results.values, call.results.structure, call.writes
-        updates = [(new, self._updated_buffer(new, state)) for new, state in call.results.updates]
-        record, graph = self._recording.record, self._recording.graph
-        scope, line, size_reads = graph[call.name].module, self._recording.lines[id(call)], self._recording.size_reads
-        if call.is_module:
-            # For errors: the code that depends on the result of a block is in the module that calls it.
-            while scope := scope.rpartition(".")[0]:
-                if not isinstance(self._whole.get_submodule(scope), nn.ModuleList | nn.ModuleDict):
-                    break
-        # Values that the call was given and returned.
-        returned = [name for name in dict.fromkeys(results) if name and name in (*refs(call.args), *refs(call.kwargs))]
-        sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
+        callee = _returning_arguments(function) if call.changes_arguments else function
+        if self._wrap is not None and call.is_module:
+            callee = self._wrap(call.name, callee)
+        step = self._make_plain_call(call, callee) or self._make_any_call(call, callee)
+        # The user's hooks did not run while this was recorded, so their return values are unknown.
+        if call.is_module and has_user_hooks([function]):
+            step = self._then_check_specs(step, call)
+        return step if call.context == CallContext() else _in_context(step, call.context)
 
-        def run_plain(values: Values) -> None:
-            result = wrapped(values[only]) if only else wrapped(*args(values), **kwargs(values))
-            if not isinstance(result, Tensor):
-                raise _data_dependent(call.name, scope, line, structure, structure_of(result))
-            values[results[0]] = result
+    def _make_plain_call(self, call: Call, callee: Callable[..., Any]) -> Step | None:
+        """The step of a call that returns one new tensor and does nothing else, as most do; None for any other call.
+
+        It is the inner loop of a training step, so it has none of the checks of `_make_any_call`.
+        """
+        results, structure = call.results.values, call.results.structure
+        has_effects = call.writes or call.results.updates
+        if structure != TENSOR or has_effects or results[0] in call.arg_values or self._sizes_to_check(call):
+            return None
+        args, kwargs, only = *self._argument_getters(call), _only_argument(call)
+        (name,), changed_error = results, self._changed_error(call)
 
         def run(values: Values) -> None:
-            result = wrapped(*args(values), **kwargs(values))
+            # With one argument, no tuple and dict of arguments are built: that takes as long as a small call.
+            result = callee(values[only]) if only else callee(*args(values), **kwargs(values))
+            if not isinstance(result, Tensor):
+                raise changed_error(structure, structure_of(result))
+            values[name] = result
+
+        return run
+
+    def _make_any_call(self, call: Call, callee: Callable[..., Any]) -> Step:
+        """The step of a call that may write values and buffers, return its arguments, or return any structure."""
+        args, kwargs = self._argument_getters(call)
+        results, structure, writes = call.results.values, call.results.structure, call.writes
+        updates = [(new, self._updated_buffer(new, state)) for new, state in call.results.updates]
+        # Values that the call was given and returned.
+        passed_on = [name for name in dict.fromkeys(results) if name and name in call.arg_values]
+        sizes, changed_error = self._sizes_to_check(call), self._changed_error(call)
+
+        def run(values: Values) -> None:
+            result = callee(*args(values), **kwargs(values))
             # A value that the call wrote in place has a new name from here on.
             for new, old in writes:
                 values[new] = values[old]
             result_structure = TENSOR if isinstance(result, Tensor) else structure_of(result)
             if result_structure != structure:
-                raise _data_dependent(call.name, scope, line, structure, result_structure)
-            given = [values[name] for name in returned]
-            if result_structure == TENSOR:
-                values[results[0]] = result
-            else:
-                values.update(zip(results, (leaf for leaf in leaves(result) if isinstance(leaf, Tensor)), strict=True))
-            for name, tensor in zip(returned, given, strict=True):
+                raise changed_error(structure, result_structure)
+            given = {name: values[name] for name in passed_on}
+            values.update(zip(results, tensors_in(result), strict=True))
+            for name, tensor in given.items():
                 # The value that was given is still read elsewhere, perhaps by another stage.
                 if values[name] is not tensor:
-                    raise _data_dependent(call.name, scope, line, "its argument", "another tensor")
+                    raise changed_error("its argument", "another tensor")
             for new, buffer in updates:
                 values[new] = buffer(values)
             for name, size in sizes:
                 if values[name].shape != size:
-                    found_size = f"size {tuple(values[name].shape)}"
-                    raise _data_dependent(name, *size_reads[name], f"size {tuple(size)}", found_size)
+                    place = self._recording.size_reads[name]
+                    raise _data_dependent(name, *place, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
 
-        step = run if structure != TENSOR or writes or returned or updates or sizes else run_plain
-        # The user's hooks did not run while this was recorded, so their return values are unknown.
-        if call.is_module and has_user_hooks([function]):
-            step = self._then_check_specs(step, call)
-        if call.context == CallContext():
-            return step
+        return run
 
-        def run_in_context(values: Values) -> None:
-            with entered(call.context):
-                step(values)
+    def _argument_getters(self, step: Call | Guard) -> tuple[Getter, Getter]:
+        return self._arguments.getter(step.args), self._arguments.getter(step.kwargs)
 
-        return run_in_context
+    def _sizes_to_check(self, call: Call) -> list[tuple[str, tuple[int, ...]]]:
+        """The results whose size the model read, with the recorded sizes."""
+        record, graph = self._recording.record, self._recording.graph
+        return [(name, graph.spec(name).shape) for name in dict.fromkeys(call.results.values) if name in record.sized]
+
+    def _changed_error(self, call: Call) -> Callable[[object, object], CaptureError]:
+        """A function of the recorded and the found structure that returns the error for a changed result."""
+        module = self._recording.graph[call.name].module
+        if call.is_module:
+            # The code that depends on the result of a block is in the module that calls it, which is not a list.
+            while module := module.rpartition(".")[0]:
+                if not isinstance(self._whole.get_submodule(module), nn.ModuleList | nn.ModuleDict):
+                    break
+        return partial(_data_dependent, call.name, module, self._recording.lines[id(call)])
 
     def _then_check_specs(self, run: Step, call: Call) -> Step:
         """The step, followed by a check that the results of a block have the recorded shapes and dtypes."""
@@ -233,7 +240,7 @@ class Replay:
         """A function that reads the Python value again, and raises if it is another one than was recorded."""
         function, expected = self._recording.live[guard.target], self._recording.live[guard.expected]
         line = self._recording.lines[id(guard)]
-        args, kwargs = self._arguments.getter(guard.args), self._arguments.getter(guard.kwargs)
+        args, kwargs = self._argument_getters(guard)
 
         def run(values: Values) -> None:
             found = function(*args(values), **kwargs(values))
@@ -252,63 +259,14 @@ class Replay:
         return run
 
 
-class ArgumentReader:
-    """Turns the trees of a recording back into Python structures."""
+def _in_context(step: Step, context: CallContext) -> Step:
+    """The step, run in the grad mode and autocast in which it was recorded."""
 
-    def __init__(self, recording: Recording, modules: nn.Module, whole: nn.Module | None = None) -> None:
-        self._recording, self._modules, self._whole = recording, modules, whole or modules
+    def run(values: Values) -> None:
+        with entered(context):
+            step(values)
 
-    def getter(self, tree: Tree) -> Getter:
-        """A function that builds the structure of a tree from values by name."""
-        if isinstance(tree, Ref):
-            return itemgetter(tree.value)
-        if isinstance(tree, State):
-            path, _, attribute = tree.name.rpartition(".")
-            owner = self._whole.get_submodule(path)
-            with suppress(AttributeError):
-                own = self._modules.get_submodule(path)
-                getattr(own, attribute)
-                owner = own
-            # Looked up in every call: the attribute may be assigned later, a plain tensor even only in the forward.
-            return lambda values: getattr(owner, attribute)
-        if isinstance(tree, ObjectRef):
-            value = self._recording.live[tree.key]
-            if isinstance(value, torch.device) and str(value) == self._recording.device:
-                # The model was recorded on one device and runs on another.
-                modules = self._modules
-                return lambda values: device_of(modules, value)
-            return lambda values: value
-        if not isinstance(tree, Container):
-            return lambda values: tree
-        kind = self._recording.live[tree.kind]
-        items = [self.getter(item) for item in tree.items]
-        keys = [self.getter(key)({}) for key in tree.keys]
-        if not tree.items and kind in (tuple, list, dict):
-            # Most calls have no keyword arguments. A new container each time, as the callee may change it.
-            return lambda values: kind()
-        if kind is tuple:
-            if all(isinstance(item, Ref) for item in tree.items):
-                names = [item.value for item in tree.items]
-                # With one name, itemgetter does not return a tuple.
-                return itemgetter(*names) if len(names) > 1 else lambda values: (values[names[0]],)
-            return lambda values: tuple([item(values) for item in items])
-        if kind is dict:
-            return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
-        return lambda values: put_together(kind, keys, [item(values) for item in items])
-
-    def module(self, path: str) -> nn.Module:
-        """The module of this name; from the unsplit model if it is not a block of the plan, as a dropout with p = 0."""
-        with suppress(AttributeError):
-            module = self._modules.get_submodule(path)
-            # A stage has bare modules in place of those that it has only parts of.
-            if type(module) is not nn.Module:
-                return module
-        module = self._whole.get_submodule(path)
-        own = {id(tensor) for tensor in (*self._modules.parameters(), *self._modules.buffers())}
-        state = (*module.named_parameters(), *module.named_buffers())
-        if name := next((name for name, tensor in state if id(tensor) not in own), None):
-            raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
-        return module
+    return run
 
 
 def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,19 +288,6 @@ def _only_argument(call: Call) -> str:
     if not isinstance(args, Container) or not isinstance(kwargs, Container) or len(args.items) != 1 or kwargs.items:
         return ""
     return args.items[0].value if isinstance(args.items[0], Ref) else ""
-
-
-def _reads(step: Call | Guard) -> tuple[str, ...]:
-    """The values that a step reads, with those that it writes in place."""
-    written = tuple(old for _, old in step.writes) if isinstance(step, Call) else ()
-    return (*refs(step.args), *refs(step.kwargs), *written)
-
-
-def _makes(step: Call | Guard) -> tuple[str, ...]:
-    """The values that a step makes, with the new names of values and buffers that it writes."""
-    if isinstance(step, Guard):
-        return ()
-    return (*step.results.values, *(new for new, _ in (*step.writes, *step.results.updates)))
 
 
 def _data_dependent(where: str, module: str, line: str, recorded: object, found: object) -> CaptureError:

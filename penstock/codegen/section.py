@@ -73,7 +73,7 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
             stage,
             partition.num_stages,
             steps=tuple(steps),
-            read=frozenset((*(name for step in steps for name in _step_refs(step)), *refs(outputs))),
+            read=frozenset((*(name for step in steps for name in step.reads), *refs(outputs))),
             receives={value.name: c.producer for c in crossings if c.consumer == stage for value in c.values},
             sends=sends,
             blocks=tuple(blocks),
@@ -96,8 +96,8 @@ def _steps(
     def belongs(step: Call | Guard) -> bool:
         if isinstance(step, Call):
             return step.name in names
-        if read := set(_step_refs(step)):
-            return read <= available
+        if step.reads:
+            return available.issuperset(step.reads)
         # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first stage.
         buffers = _step_states(step)
         return (owners.of(buffers[0]) if buffers else 0) == stage
@@ -112,17 +112,11 @@ def _steps(
     kept: list[Call | Guard] = []
     for step in reversed([step for step in recording.record.steps if belongs(step)]):
         if has_effect(step) or needed & set(step.results.values):
-            needed.update(_step_refs(step))
+            needed.update(step.reads)
             kept.append(step)
     return kept[::-1]
 
 
-def _step_refs(step: Call | Guard) -> tuple[str, ...]:
-    # A value that is written in place has another name afterwards, but must exist before.
-    written = tuple(old for _, old in step.writes) if isinstance(step, Call) else ()
-    return (*refs(step.args), *refs(step.kwargs), *written)
-
-
 def _step_states(step: Call | Guard) -> tuple[str, ...]:
     updated = tuple(buffer for _, buffer in step.results.updates) if isinstance(step, Call) else ()
-    return (*states(step.args), *states(step.kwargs), *updated)
+    return (*step.arg_states, *updated)

@@ -66,8 +66,41 @@ class Results:
     updates: tuple[tuple[str, str], ...] = ()
 
 
+class _Step:
+    """A step of a record, with arguments."""
+
+    __slots__ = ()
+    args: Tree
+    kwargs: Tree
+
+    @property
+    def arg_values(self) -> tuple[str, ...]:
+        """The names of the values among its arguments."""
+        return (*refs(self.args), *refs(self.kwargs))
+
+    @property
+    def arg_states(self) -> tuple[str, ...]:
+        """The names of the parameters and buffers among its arguments."""
+        return (*states(self.args), *states(self.kwargs))
+
+    @property
+    def arg_keys(self) -> tuple[str, ...]:
+        """The keys of the objects among its arguments."""
+        return (*object_keys(self.args), *object_keys(self.kwargs))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the values that must exist before it."""
+        return self.arg_values
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The names of the values that it makes; none for a guard."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(_Step):
     """One call of a module or function.
 
     `writes` are pairs (new name, old name) of values that it changed in place: the same tensor with other contents.
@@ -85,9 +118,20 @@ class Call:
     context: CallContext = CallContext()
     changes_arguments: bool = False
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of the values that must exist before it: its arguments, and values that it writes in place."""
+        # Not only arguments: all values that share memory with a written argument are written.
+        return (*self.arg_values, *(old for _, old in self.writes))
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """The new names of values and buffers that it writes, and the names of its results; "" for state in these."""
+        return (*(new for new, _ in (*self.writes, *self.results.updates)), *self.results.values)
+
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class Guard(_Step):
     """A Python value that the model read from a tensor: the record is valid only as long as it stays the same."""
 
     name: str

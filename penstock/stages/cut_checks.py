@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.capture import Recording, row_slices
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Guard, Partition, refs, states
+from penstock.ir import Graph, Guard, Partition
 
 
 def check_guards(recording: Recording, partition: Partition) -> None:
@@ -18,7 +18,7 @@ def check_guards(recording: Recording, partition: Partition) -> None:
     if partition.num_stages > 1:
         for guard in guards:
             # Every stage checks guards on state before the step, and a written buffer is up to date in one stage only.
-            written = {*states(guard.args), *states(guard.kwargs)} & graph.updated.keys()
+            written = set(guard.arg_states) & graph.updated.keys()
             if written:
                 raise PartitionError(
                     "control flow depends on a buffer that the model writes, and only one stage would have its content",
@@ -29,7 +29,7 @@ def check_guards(recording: Recording, partition: Partition) -> None:
                 )
     available = [recording.available_values(node.name for node in nodes) for nodes in partition.runs(graph)]
     for guard in guards:
-        reads = {*refs(guard.args), *refs(guard.kwargs)}
+        reads = set(guard.arg_values)
         if not any(reads <= values for values in available):
             raise PartitionError(
                 "control flow depends on values of several stages",
