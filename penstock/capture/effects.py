@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.capture.arguments import FunctionApply
+from penstock.capture.function_kinds import GRADIENT_FUNCTIONS, TENSOR_EFFECTS, draws_on_meta, is_random
 from penstock.capture.functions import WholeFunction
 from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
 from penstock.capture.objects import register_class_of, register_containers
@@ -16,26 +17,68 @@ from penstock.capture.random_draws import PythonDraw
 from penstock.capture.structures import structure_of
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id, tensors_in
+from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
-from penstock.ir import attributes_of, is_attributes_only, leaves, take_apart
+from penstock.ir import ADDED_LOSS, attributes_of, is_attributes_only, leaves, take_apart
 
 
-class CallEffects:
-    """The versions, buffers and generators that one call may change, saved before the call and compared after it."""
+class ObservedCall:
+    """A call that is being recorded, and its side effects.
 
-    def __init__(self, table: TensorTable, target: Any, tensors: list[Tensor]) -> None:
-        """`target` is the module or function to be called, `tensors` are all tensors among its arguments."""
+    The constructor, before the call, saves everything that the call may change. While it runs, the recorder passes the
+    torch functions inside to `note_function`. `compare`, after it, finds what has changed.
+    """
+
+    def __init__(
+        self, table: TensorTable, target: Any, where: str, number: int, arguments: list[Any], is_shared_draw: bool
+    ) -> None:
+        """`target` is the module or function to be called, `arguments` are the leaves of its arguments."""
+        self.target = target
+        self.where = where
+        """the path of the module; of a function, the module in whose forward it is called, and its short name"""
+        self.number = number
+        """distinguishes the calls of one block"""
+        self.is_shared_draw = is_shared_draw
+        """whether it draws one number for the whole batch"""
+        self.given = set(map(id, arguments))
+        """the identities of all leaves among the arguments"""
+        self.written_storage: set[int] = set()
+        """the storage that it was seen to write in place"""
+        self.adds_loss = False
+        self.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
+        """whether it runs autograd in its forward"""
+        self.changes_arguments = False
+        """whether it put other tensors or plain values into a container among its arguments"""
+        # These are set by `compare`.
+        self.draws = False
+        """whether it draws random numbers"""
+        self.draws_with_python = False
+        """whether it draws from the generators of Python or numpy"""
+        self.written: list[Tensor] = []
+        """the arguments that it wrote into"""
+        self.written_state: list[Tensor] = []
+        """the parameters and buffers that it wrote into, also through views, or replaced"""
+
+        self._table = table
         self._module = target if isinstance(target, nn.Module) else None
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self.own: dict[int, Tensor] = {}
-        """the state of the module itself, by identity"""
+        own: dict[int, Tensor] = {}
         if self._module is not None:
-            own = (*self._module.parameters(), *buffers_and_attributes(self._module).values())
-            self.own = {id(tensor): tensor for tensor in own}
+            held = (*self._module.parameters(), *buffers_and_attributes(self._module).values())
+            own = {id(tensor): tensor for tensor in held}
+        # A block must use no state but its own: the stage that runs it may not have any other. A transformed function,
+        # and a function of the user that is one call, must use none but its arguments. Other functions get what they
+        # use as arguments.
+        is_confined = isinstance(target, nn.Module | TransformedCall | WholeFunction)
+        self._own_state = set(own) if is_confined else None
+        self._has_meta_state = any(tensor.is_meta for tensor in own.values())
+        weights = (*self._module.parameters(), *self._module.buffers()) if self._module is not None else ()
+        self.is_on_meta = any(tensor.is_meta for tensor in (*tensors, *weights))
         # A call may write state through a view that it is given, so state that shares memory with an argument counts
         # too.
         shared = [tensor for argument in tensors for tensor in table.state_sharing(argument)]
-        state = {id(tensor): tensor for tensor in (*shared, *self.own.values()) if id(tensor) in table.state}
+        state = {id(tensor): tensor for tensor in (*shared, *own.values()) if id(tensor) in table.state}
         self._state = [
             # Parameters are large and rarely written: they are not copied, and only their versions compared.
             (
@@ -52,20 +95,46 @@ class CallEffects:
         self._generators = GeneratorStates([*torch_generators(is_cuda), *module_generators(parts)])
         self._python_generators = GeneratorStates(python_generators() if runs_python(target) else ())
 
-    def written_arguments(self, written_storage: set[int]) -> list[Tensor]:
-        """The arguments that the call wrote into; `written_storage`: where it was seen to write in place."""
-        return [
-            tensor
-            for tensor, version in self._versions
-            if tensor._version != version or (written_storage and storage_id(tensor) in written_storage)
-        ]
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Whether a tensor reaches the call other than through its arguments.
 
-    def written_state(self, written_arguments: list[Tensor]) -> list[Tensor]:
-        """The parameters and buffers that the call wrote into, also through views, or replaced."""
-        storage = {storage_id(tensor) for tensor in written_arguments}
+        It is then a value, a tensor made in another call, or state of another module.
+        """
+        if id(tensor) in self.given:
+            return False
+        if id(tensor) in self._table.state:
+            return self._own_state is not None and id(tensor) not in self._own_state
+        inside = self._table.made_inside(tensor)
+        return self._table.name(tensor) is not None or (inside is not None and inside[1] != self.number)
+
+    def note_function(self, func: Any, args: Any, kwargs: Any, result: Any, has_own_graph: bool) -> None:
+        """Note the effects of a torch function inside; `has_own_graph`: in an autograd function that uses autograd."""
+        self.draws |= draws_on_meta(func, args, kwargs, result)
+        self.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
+        self.takes_gradients |= func in GRADIENT_FUNCTIONS or has_own_graph
+
+    def compare(self, args: Any, kwargs: Any, result: Any) -> None:
+        """Find the random draws and writes of the call, before the generators are restored."""
+        self.draws_with_python = self._python_generators.have_moved()
+        self.draws = (
+            self.draws
+            or self._generators.have_moved()
+            or self.draws_with_python
+            or self._has_active_dropout()
+            or is_random(self.target, args, kwargs, result)
+        )
+        if self._module is None and getattr(self.target, "__name__", "") in TENSOR_EFFECTS:
+            self.written = [tensor for tensor, _ in self._versions[:1]]
+        else:
+            self.written = [
+                tensor
+                for tensor, version in self._versions
+                if tensor._version != version or (self.written_storage and storage_id(tensor) in self.written_storage)
+            ]
+        storage = {storage_id(tensor) for tensor in self.written}
         replaced = self._buffers.keys() - _buffers_by_id(self._module).keys()
-        unseen = _meta_statistics(self._module) if any(tensor.is_meta for tensor in self.own.values()) else ()
-        return [
+        unseen = _meta_statistics(self._module) if self._has_meta_state else ()
+        self.written_state = [
             tensor
             for tensor, version, content in self._state
             if tensor._version != version
@@ -76,17 +145,10 @@ class CallEffects:
             or (content is not None and not same_content(tensor, content))
         ]
 
-    def drew_random_numbers(self) -> bool:
-        """Whether the call drew random numbers, or is a module that does so in this mode."""
-        if self._generators.have_moved() or self.drew_with_python():
-            return True
+    def _has_active_dropout(self) -> bool:
         # On the meta device dropout draws nothing, but the real module will.
         parts = self._module.modules() if self._module is not None else ()
         return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in parts)
-
-    def drew_with_python(self) -> bool:
-        """Whether the call drew from the global generators of Python or numpy."""
-        return self._python_generators.have_moved()
 
 
 def runs_python(target: Any) -> bool:

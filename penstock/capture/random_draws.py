@@ -183,6 +183,23 @@ for _name in (
 # fmt: on
 
 
+def exposed_draw(other_draw: Any, recorded: Any) -> Any:
+    """The drawn number or array that the model gets, with the tensor that was recorded for it."""
+    if not isinstance(recorded, Tensor) or isinstance(other_draw, Tensor):
+        return recorded
+    if isinstance(other_draw, np.ndarray):
+        return DrawnArray.of(other_draw, recorded)
+    # An integer may be used as an index: reading it from the tensor records a guard.
+    return DrawnNumber(other_draw, recorded) if isinstance(other_draw, float) else type(other_draw)(int(recorded))
+
+
+def recorded_draw(leaf: object) -> object:
+    """The number or array that was recorded for a drawn one, for calls that must see the real draw."""
+    if isinstance(leaf, DrawnArray):
+        return leaf.tensor.numpy()
+    return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf
+
+
 class NumberOf(tuple):  # type: ignore[type-arg]
     """In the arguments of a recorded call: the number in a tensor."""
 

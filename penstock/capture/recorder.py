@@ -10,7 +10,7 @@ Every call outside of blocks goes through these methods:
     _record                pauses the recorder, and calls:
     _run_and_record        decides what the call becomes in the record: a Call, a Guard or nothing
       _write_arguments     the arguments as trees, before the call can change them
-      _run_observed        runs the call, and notes its side effects in a RunningCall
+      _run_observed        runs the call, and observes its side effects (`ObservedCall`)
       _add_guard           a Python value that was read from tensors
       _add_call            a call with new values, for which it makes names
 
@@ -21,29 +21,25 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import ArgumentWriter, FunctionApply, short_name
 from penstock.capture.call_context import ContextTracker
-from penstock.capture.effects import ArgumentContents, CallEffects, runs_python
+from penstock.capture.effects import ArgumentContents, ObservedCall, runs_python
 from penstock.capture.function_kinds import (
     GRADIENT_FUNCTIONS,
-    TENSOR_EFFECTS,
-    draws_on_meta,
-    is_random,
     reads_gradient,
     reads_metadata,
     reads_size,
     sets_requires_grad,
     writes_in_place,
 )
-from penstock.capture.functions import WholeFunction, enclosing_function
+from penstock.capture.functions import WholeFunction, WholeFunctions, enclosing_function
 from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
@@ -53,8 +49,10 @@ from penstock.capture.random_draws import (
     DrawnNumber,
     DrawSeed,
     PythonDraw,
+    exposed_draw,
     hash_name,
     python_seeded,
+    recorded_draw,
     seed_torch,
 )
 from penstock.capture.sharded_logits import ShardedLogits
@@ -111,23 +109,6 @@ class NotReplayable(Exception):  # noqa: N818
         """whether it draws with Python's or numpy's generators"""
 
 
-@dataclass
-class WholeFunctions:
-    """The functions of the user that are recorded as one call, by the reason."""
-
-    drawing: list[Callable[..., Any]] = field(default_factory=list)
-    """they draw with Python's or numpy's generators"""
-    reading: list[Callable[..., Any]] = field(default_factory=list)
-    """they read activations, or use tensors that a replay could not find"""
-    opened: list[Callable[..., Any]] = field(default_factory=list)
-    """they were in `reading` but cannot be one call: values enter or leave them other than as arguments and results"""
-
-    def open(self, function: Callable[..., Any]) -> None:
-        """Record the calls inside a function in `reading` from now on."""
-        self.reading.remove(function)
-        self.opened.append(function)
-
-
 @dataclass(frozen=True)
 class CallNote:
     """Properties of a call that are not part of the record."""
@@ -146,39 +127,6 @@ class CallNote:
     """whether it draws one number for the whole batch"""
     draws_with_python: bool
     """whether it draws from the generators of Python or numpy"""
-
-
-@dataclass
-class RunningCall:
-    """A call that is being recorded, and the side effects observed in it."""
-
-    target: Any
-    """the module or function that is called"""
-    where: str
-    """the path of the module; of a function, the module in whose forward it is called, and its short name"""
-    number: int
-    """distinguishes the calls of one block"""
-    own: set[int] | None
-    """the identities of the state that it may use; None: of any"""
-    given: set[int] = field(default_factory=set)
-    """the identities of all leaves among the arguments"""
-    written_storage: set[int] = field(default_factory=set)
-    """the storage that it was seen to write in place"""
-    draws_on_meta: bool = False
-    adds_loss: bool = False
-    takes_gradients: bool = False
-    draws: bool = False
-    """whether it draws random numbers"""
-    draws_with_python: bool = False
-    """whether it draws from the generators of Python or numpy"""
-    is_shared_draw: bool = False
-    """whether it draws one number for the whole batch"""
-    written: list[Tensor] = field(default_factory=list)
-    """the arguments that it wrote into"""
-    written_state: list[Tensor] = field(default_factory=list)
-    """the parameters and buffers that it wrote into or replaced"""
-    changes_arguments: bool = False
-    """whether it put other tensors or plain values into a container among its arguments"""
 
 
 class Recorder(TorchFunctionMode):
@@ -235,7 +183,7 @@ class Recorder(TorchFunctionMode):
         """of every name of a call; later uses are numbered"""
         self._objects_before = reachable_objects(model.modules())
         """objects that modules held before the forward, by identity"""
-        self._running: RunningCall | None = None
+        self._running: ObservedCall | None = None
         self._num_calls = 0
         self._num_checkpoints = 0
         """of reentrant checkpoints that are running"""
@@ -381,16 +329,12 @@ class Recorder(TorchFunctionMode):
         recorded = self._record(draw := PythonDraw(function), draw, args, kwargs)
         # The model gets other numbers than the recorded tensors hold, and different ones in the second recording: then
         # the two recordings differ if it uses the numbers in a way that cannot be recorded.
-        self._is_paused = True
-        try:
-            with python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
-                exposed = function(*args, **kwargs)
-        finally:
-            self._is_paused = False
+        with self._paused(), python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
+            exposed = function(*args, **kwargs)
         if not tensors_in(recorded):
             self._refuse_unseen_draw()
         drawn = iter(leaves(recorded))
-        return transform(exposed, lambda leaf: _drawn(leaf, next(drawn)))
+        return transform(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
 
     def function_called(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
         """Handle a function of the user that is recorded as one call."""
@@ -450,9 +394,15 @@ class Recorder(TorchFunctionMode):
     def _record(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and record it. `target` is the module or function, `run` calls it."""
         self.context.refuse_unsupported(self._scope)
+        with self._paused():
+            return self._run_and_record(run, target, args, kwargs)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Record nothing in the body, which uses torch for the recorder itself."""
         self._is_paused = True
         try:
-            return self._run_and_record(run, target, args, kwargs)
+            yield
         finally:
             self._is_paused = False
 
@@ -488,7 +438,7 @@ class Recorder(TorchFunctionMode):
             raise self._checkpointed_write(where, call.written_state[0])
         if not (is_module or call.written or call.written_state or call.changes_arguments):
             made = tensors_in(result)
-            if made and all(map(self._is_known, made)):
+            if made and all(map(self.table.is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
                 return result
             if not made:
@@ -520,7 +470,7 @@ class Recorder(TorchFunctionMode):
         self.steps.append(Guard(short_name(target), key, *trees, expected, self._scope))
         self.lines.append(user_line())
 
-    def _add_call(self, call: RunningCall, trees: tuple[Tree, Tree], result: Any) -> None:
+    def _add_call(self, call: ObservedCall, trees: tuple[Tree, Tree], result: Any) -> None:
         """Record a call, with names for all tensors that it returned or wrote."""
         is_module, name = isinstance(call.target, nn.Module), self._call_name(call.where)
         self._num_uses[call.where] += 1
@@ -528,13 +478,13 @@ class Recorder(TorchFunctionMode):
         bound = {own: self.table.state[id(tensor)] for tensor in call.written_state if (own := self.table.name(tensor))}
         if bound:
             trees = bind_state(trees[0], bound), bind_state(trees[1], bound)
-        writes = self._rename_written(name, call.written)
-        updates = self._name_updates(name, call.written_state, len(writes))
+        writes = self.table.rename_written(name, call.written)
+        updates = self.table.name_updates(name, call.written_state, len(writes))
         target_key = call.where if is_module else self.writer.key(call.target)
         made = tensors_in(result)
-        results = Results(self._name_results(name, made), structure_of(result), updates)
+        results = Results(self.table.name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
-            self.returned[name] = structure_with_names(result, self._name_or_empty)
+            self.returned[name] = structure_with_names(result, self.table.name_or_empty)
         keys = (*object_keys(trees[0]), *object_keys(trees[1]))
         has_constant = any(isinstance(self.writer.live[key], Tensor) for key in keys)
         if has_constant and (function := self._enclosing_function()):
@@ -563,40 +513,26 @@ class Recorder(TorchFunctionMode):
 
     def _run_observed(
         self, run: Callable[..., Any], target: Any, where: str, args: Any, kwargs: Any
-    ) -> tuple[RunningCall, Any]:
+    ) -> tuple[ObservedCall, Any]:
         """Run a call with the random numbers of its name; returns its observed effects and the result."""
-        is_module = isinstance(target, nn.Module)
         arguments = leaves((args, kwargs))
-        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         # The first run shows whether one number is drawn for the whole batch. Such a call runs again, with the random
         # numbers that all microbatches share; it has no tensors or generators as arguments, so this changes nothing.
+        has_source = any(isinstance(leaf, Tensor | torch.Generator) for leaf in arguments)
+        can_be_shared = not isinstance(target, nn.Module) and not has_source
         for is_shared in (False, True):
             with self._seeded(hash_name(self._call_name(where)), is_shared, runs_python(target)):
-                effects = CallEffects(self.table, target, tensors)
-                # A block must use no state but its own: the stage that runs it may not have any other. A transformed
-                # function, and a function of the user that is one call, must use none but its arguments.
-                own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
-                call = RunningCall(target, where, self._num_calls, own, is_shared_draw=is_shared)
-                call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
-                state = (*target.parameters(), *target.buffers()) if is_module else ()
-                is_on_meta = any(tensor.is_meta for tensor in (*tensors, *state))
-                result = self._run(run, call, is_on_meta, args, kwargs)
-                call.draws = (
-                    call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
-                )
-                call.draws_with_python = effects.drew_with_python()
+                call = ObservedCall(self.table, target, where, self._num_calls, arguments, is_shared)
+                result = self._run(run, call, args, kwargs)
+                call.compare(args, kwargs, result)
             # A single element is drawn once for a batch of any size; unless the batch has one sample, and the element
             # may be one per sample.
             is_for_batch = all(
                 isinstance(leaf, Tensor) and leaf.numel() == 1 and (leaf.dim() == 0 or not self.has_single_sample)
                 for leaf in leaves(result)
             )
-            has_source = any(isinstance(leaf, Tensor | torch.Generator) for leaf in arguments)
-            if not (call.draws and is_for_batch) or is_module or has_source:
+            if not (can_be_shared and call.draws and is_for_batch):
                 break
-        has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
-        call.written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
-        call.written_state = effects.written_state(call.written)
         return call, result
 
     @contextmanager
@@ -614,20 +550,20 @@ class Recorder(TorchFunctionMode):
             torch.set_rng_state(state)
             self._rng_state = state
 
-    def _run(self, run: Callable[..., Any], call: RunningCall, is_on_meta: bool, args: Any, kwargs: Any) -> Any:
+    def _run(self, run: Callable[..., Any], call: ObservedCall, args: Any, kwargs: Any) -> Any:
         """Run a call on the tensors that were recorded for drawn numbers, and on the meta device if its weights are."""
         arguments = leaves((args, kwargs))
         if any(isinstance(leaf, DrawnNumber | DrawnArray) for leaf in arguments):
-            args, kwargs = transform(tuple(args), _plain_draw), transform(dict(kwargs), _plain_draw)
+            args, kwargs = transform(tuple(args), recorded_draw), transform(dict(kwargs), recorded_draw)
         # A model on the meta device gets a real batch. Calls without weights run on real tensors, as the model may
         # read values from them (masks, lengths); with weights, arguments go to the meta device.
         original = moved = (tuple(args), dict(kwargs))
-        if is_on_meta:
+        if call.is_on_meta:
             moved = transform(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
         elif any(map(_is_meta_device, arguments)):
             moved = transform(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
         copies = leaves(moved)
-        call.given |= {*map(id, arguments), *map(id, copies)}
+        call.given |= set(map(id, copies))
         self._running, self._is_paused = call, False
         try:
             result = run(*moved[0], **moved[1])
@@ -640,41 +576,6 @@ class Recorder(TorchFunctionMode):
         return result
 
     # Names
-
-    def _rename_written(self, name: str, written: list[Tensor]) -> tuple[tuple[str, str], ...]:
-        """Give new names to values that were written in place and all that share their memory; (new, old) pairs."""
-        writes: list[tuple[str, str]] = []
-        for tensor in {id(alias): alias for each in written for alias in self.table.values_sharing(each)}.values():
-            old, new = self.table.name(tensor), f"{name}!{len(writes)}"
-            if old is not None and id(tensor) not in self.table.state:
-                self.table.add(tensor, new)
-                writes.append((new, old))
-        return tuple(writes)
-
-    def _name_updates(self, name: str, written: list[Tensor], start: int) -> tuple[tuple[str, str], ...]:
-        """Name a written buffer as a value, so that its new content can be sent to stages that read it later."""
-        buffers = [tensor for tensor in written if not isinstance(tensor, nn.Parameter)]
-        updates = tuple(
-            (f"{name}!{number}", self.table.state[id(tensor)]) for number, tensor in enumerate(buffers, start)
-        )
-        for tensor, (new, _) in zip(buffers, updates, strict=True):
-            self.table.add(tensor, new)
-        return updates
-
-    def _name_results(self, name: str, made: list[Tensor]) -> tuple[str, ...]:
-        """Name the new tensors among the results; returns the names of all, "" for state."""
-        fresh = {id(tensor): tensor for tensor in made if not self._is_known(tensor)}
-        # An argument of the model may have the name of the submodule that it is passed to.
-        is_own_name = len(fresh) == 1 and name not in self.table.specs
-        for index, tensor in enumerate(fresh.values()):
-            self.table.add(tensor, name if is_own_name else f"{name}:{index}")
-        return tuple(map(self._name_or_empty, made))
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return self.table.name(tensor) is not None or id(tensor) in self.table.state
-
-    def _name_or_empty(self, tensor: Tensor) -> str:
-        return self.table.name(tensor) or ""
 
     def _reference(self, tensor: Tensor) -> Ref | State | None:
         """The reference to a tensor in a tree; None if it is neither a value nor state."""
@@ -703,46 +604,15 @@ class Recorder(TorchFunctionMode):
         assert call is not None
         arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         for tensor in arguments.values():
-            if self._is_foreign(tensor, call):
+            if call.is_foreign(tensor):
                 inside = self.table.made_inside(tensor)
                 raise LeakyBlock(call.where, inside[0] if inside else "")
         result = func(*args, **kwargs)
-        call.draws_on_meta |= draws_on_meta(func, args, kwargs, result)
-        call.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
-        call.takes_gradients |= func in GRADIENT_FUNCTIONS or self.context.in_function_with_own_graph()
-        for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in arguments and self.table.name(leaf) is None:
-                self.table.add_inside(leaf, call.where, call.number)
+        call.note_function(func, args, kwargs, result, self.context.in_function_with_own_graph())
+        for tensor in tensors_in(result):
+            if id(tensor) not in arguments and self.table.name(tensor) is None:
+                self.table.add_inside(tensor, call.where, call.number)
         return result
-
-    def _is_foreign(self, tensor: Tensor, call: RunningCall) -> bool:
-        """Whether a tensor reaches the call other than through its arguments.
-
-        It is then a value, a tensor made in another call, or state of another module.
-        """
-        if id(tensor) in call.given:
-            return False
-        if id(tensor) in self.table.state:
-            return call.own is not None and id(tensor) not in call.own
-        inside = self.table.made_inside(tensor)
-        return self.table.name(tensor) is not None or (inside is not None and inside[1] != call.number)
-
-
-def _drawn(exposed: Any, recorded: Any) -> Any:
-    """The drawn number or array that the model gets, with the tensor that was recorded for it."""
-    if not isinstance(recorded, Tensor) or isinstance(exposed, Tensor):
-        return recorded
-    if isinstance(exposed, np.ndarray):
-        return DrawnArray.of(exposed, recorded)
-    # An integer may be used as an index: reading it from the tensor records a guard.
-    return DrawnNumber(exposed, recorded) if isinstance(exposed, float) else type(exposed)(int(recorded))
-
-
-def _plain_draw(leaf: object) -> object:
-    """The number or array that was recorded, for calls that must see the real draw."""
-    if isinstance(leaf, DrawnArray):
-        return leaf.tensor.numpy()
-    return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf
 
 
 def _is_meta_device(leaf: object) -> bool:

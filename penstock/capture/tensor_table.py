@@ -57,6 +57,44 @@ class TensorTable:
         entry = self._values.get(id(tensor))
         return entry[1] if entry else None
 
+    def name_or_empty(self, tensor: Tensor) -> str:
+        """The name of a value; "" if the tensor is not one, as a parameter."""
+        return self.name(tensor) or ""
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a value or state."""
+        return id(tensor) in self._values or id(tensor) in self.state
+
+    def name_results(self, call: str, tensors: list[Tensor]) -> tuple[str, ...]:
+        """Name the new tensors among the results of a call after it; returns the names of all, "" for state."""
+        fresh = {id(tensor): tensor for tensor in tensors if not self.is_known(tensor)}
+        # An argument of the model may have the name of the submodule that it is passed to.
+        is_own_name = len(fresh) == 1 and call not in self.specs
+        for index, tensor in enumerate(fresh.values()):
+            self.add(tensor, call if is_own_name else f"{call}:{index}")
+        return tuple(map(self.name_or_empty, tensors))
+
+    def rename_written(self, call: str, written: list[Tensor]) -> tuple[tuple[str, str], ...]:
+        """Give new names to values that a call wrote in place and all that share their memory; (new, old) pairs."""
+        writes: list[tuple[str, str]] = []
+        for tensor in {id(alias): alias for each in written for alias in self.values_sharing(each)}.values():
+            old, new = self.name(tensor), f"{call}!{len(writes)}"
+            if old is not None and id(tensor) not in self.state:
+                self.add(tensor, new)
+                writes.append((new, old))
+        return tuple(writes)
+
+    def name_updates(self, call: str, written: list[Tensor], start: int) -> tuple[tuple[str, str], ...]:
+        """Name the buffers that a call wrote as values, so that a stage can send their new content to others.
+
+        Returns pairs (value, buffer). The values are numbered from `start`, after those of `rename_written`.
+        """
+        buffers = [tensor for tensor in written if not isinstance(tensor, nn.Parameter)]
+        updates = tuple((f"{call}!{number}", self.state[id(tensor)]) for number, tensor in enumerate(buffers, start))
+        for tensor, (value, _) in zip(buffers, updates, strict=True):
+            self.add(tensor, value)
+        return updates
+
     def values_named(self, names: Collection[str]) -> tuple[Tensor, ...]:
         """The tensors of the values with these names."""
         return tuple(tensor for tensor, name in self._values.values() if name in names)
