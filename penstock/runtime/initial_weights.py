@@ -6,14 +6,13 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from penstock.capture import as_real
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
 from penstock.runtime.gradients import TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
-from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled
+from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled, sampled_numbers
 
 _HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
@@ -65,8 +64,8 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         # All ranks see this difference, and show a few entries.
         entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
         if name in tensors:
-            values = as_real(sampled(tensors[name])).flatten()[:NUM_SAMPLED]
-            entries[: len(values)] = values.to("cpu", torch.float64)
+            values = sampled_numbers(tensors[name])[:NUM_SAMPLED]
+            entries[: len(values)] = values
         first, second = groups.gather(entries)[[ranks[0], other]]
         differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
         shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]
