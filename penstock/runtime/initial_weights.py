@@ -13,18 +13,9 @@ from penstock.runtime.gradients import TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
 from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled, sampled_numbers
+from penstock.stages import parameter_ranks
 
 _HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
-
-
-def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
-    """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
-    users: dict[str, set[int]] = {}
-    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
-        for node in nodes:
-            for name in node.parameters:
-                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
-    return users
 
 
 def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> None:
