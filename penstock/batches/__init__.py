@@ -21,5 +21,5 @@ from penstock.batches.microbatches import (
     microbatch_sizes,
     with_columns_of,
 )
-from penstock.batches.padding import Padding, find_padding
+from penstock.batches.padding import IGNORE_INDEX, Padding, find_padding
 from penstock.batches.split_search import additive_dim, find_split

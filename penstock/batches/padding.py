@@ -18,7 +18,8 @@ _MASKS = ("attention_mask", "mask")
 _INVERTED_MASKS = "key_padding_mask"
 """how names end of arguments that are True at the padding, as in torch.nn.Transformer"""
 _LABELS, _LOSS_MASKS = "labels", ("loss_mask",)
-_IGNORED = -100
+IGNORE_INDEX = -100
+"""the label that torch ignores by default"""
 _HINT = "attention_mask=..., of shape (samples, length) with 0 at padding, or labels or a target of -100 there"
 
 
@@ -87,7 +88,7 @@ def find_padding(whole: Microbatch) -> Padding:
         elif word in _LOSS_MASKS:
             labels[name] = tensor != 0
         elif (word == _LABELS or name.partition(".")[0] == TARGET) and is_integer(tensor):
-            labels[name] = tensor != _IGNORED
+            labels[name] = tensor != IGNORE_INDEX
     shown = {**masks, **labels}
     if not shown:
         names = [name for name, _, _ in _tensors(whole)]

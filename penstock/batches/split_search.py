@@ -18,10 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from penstock.batches.cuts import Argument, Split, batch_size, has_rule
 from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch, microbatch_sizes
 from penstock.capture import (
-    ROUNDING,
     GeneratorStates,
     copy_leaf,
-    is_inexact,
+    is_close,
     is_integer,
     isolated,
     python_generators,
@@ -241,7 +240,7 @@ class _Search:
         # Dropout and statistics of norms have no effect in eval mode, in which samples are compared.
         self._is_pure = True
         pairs = zip(first or (), second or (), strict=False)
-        if any(isinstance(one, Tensor) and isinstance(two, Tensor) and not _is_close(two, one) for one, two in pairs):
+        if any(isinstance(one, Tensor) and isinstance(two, Tensor) and not is_close(two, one) for one, two in pairs):
             _warn(
                 "the forward uses buffers that it writes, and runs once per microbatch instead of once for the batch: "
                 f"{listed(written)}; results are those of a loop over the microbatches"
@@ -397,7 +396,7 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
         dim = additive_dim(tuple(expected.shape), shapes)
         if dim is not None:
             # A result per sample.
-            if not _is_close(torch.cat(results, dim), expected):  # type: ignore[arg-type]
+            if not is_close(torch.cat(results, dim), expected):  # type: ignore[arg-type]
                 return _DIFFERENT
         elif any(shape != tuple(expected.shape) for shape in shapes):
             return _DIFFERENT
@@ -408,7 +407,7 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
             if expected.is_floating_point() and not expected.dim():
                 combined.append(sum(result * (size / sum(sizes)) for result, size in zip(tensors, sizes, strict=True)))
                 combined.append(sum(tensors))
-            if not any(_is_close(result, expected) for result in combined):
+            if not any(is_close(result, expected) for result in combined):
                 if expected.dim():
                     return _DIFFERENT
                 agreement = _POSSIBLE
@@ -424,7 +423,7 @@ def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_sa
         if isinstance(expected, Tensor) and len(tensors) == len(parts):
             dim = additive_dim(tuple(expected.shape), [tuple(tensor.shape) for tensor in tensors])
             has_rows = dim is not None and expected.shape[dim] == num_samples
-            if has_rows and not _is_close(torch.cat(tensors, dim), expected):
+            if has_rows and not is_close(torch.cat(tensors, dim), expected):
                 return True
     return False
 
@@ -440,17 +439,3 @@ def additive_dim(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> i
     if len(changed) != 1 or sum(shape[changed[0]] for shape in shapes) != whole[changed[0]]:
         return None
     return changed[0]
-
-
-def _is_close(tensor: Tensor, expected: Tensor) -> bool:
-    if tensor.is_meta or expected.is_meta:
-        return tensor.shape == expected.shape
-    if not is_inexact(tensor):
-        return torch.equal(tensor, expected)
-    if not tensor.numel():
-        return True
-    difference = (tensor - expected).abs().double()
-    # NaN and Inf at the same places are equal.
-    difference = difference[(tensor.isfinite() | expected.isfinite())]
-    scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 1.0
-    return not difference.numel() or float(difference.max()) <= ROUNDING[expected.dtype] * scale

@@ -13,7 +13,8 @@ The files, in the order in which to read them:
     hooks.py          intercepts modules, autograd functions and scripted functions; disables the user's hooks
     functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
     random_draws.py   random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
-    tensor_table.py   names of tensors, shared memory; tensors.py: dtypes, gradients, memory and content of tensors
+    tensor_table.py   names of tensors, shared memory; tensors.py: gradients, memory and content of tensors
+    dtypes.py         what depends on the dtype of a tensor: NaN and Inf, rounding, complex numbers, bytes
     arguments.py      arguments as plain data; structures.py: results as text; objects.py: inside arbitrary objects
     effects.py        side effects of a call; call_context.py: grad mode and autocast around it
     function_kinds.py which torch functions read metadata, write in place or draw random numbers
@@ -27,6 +28,23 @@ The files, in the order in which to read them:
 
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
+from penstock.capture.dtypes import (
+    NUMPY_DTYPES,
+    ROUNDING,
+    as_bytes,
+    as_real,
+    coarsest,
+    dtype_name,
+    dtype_named,
+    extremes,
+    from_real,
+    in_double,
+    in_precision,
+    is_close,
+    is_inexact,
+    is_integer,
+    largest_magnitude,
+)
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
@@ -62,19 +80,4 @@ from penstock.capture.split_output_layer import (
     whole_parameters,
     with_loss,
 )
-from penstock.capture.tensors import (
-    ROUNDING,
-    as_real,
-    device_of,
-    dtype_name,
-    dtype_named,
-    from_real,
-    has_gradient,
-    in_double,
-    is_inexact,
-    is_integer,
-    restore_content,
-    spec_of,
-    storage_id,
-    tensors_in,
-)
+from penstock.capture.tensors import device_of, has_gradient, restore_content, spec_of, storage_id, tensors_in

@@ -1,15 +1,11 @@
-"""What penstock needs to know about a tensor: its dtype, shape, gradient, memory and content.
+"""What penstock needs to know about a tensor: its shape, gradient, memory and content. `dtypes.py` has its dtype."""
 
-`ITEM_BYTES` of `ir/graph.py` lists the dtypes that are supported. What depends on their kind is decided here: which of
-them have gradients, NaN and Inf, and how complex numbers are sent, searched and compared.
-"""
-
-from collections import defaultdict
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.dtypes import as_real, dtype_name, is_inexact
 from penstock.ir import TensorSpec, leaves
 
 
@@ -20,59 +16,6 @@ def tensors_in(structure: object) -> list[Tensor]:
 
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 """types of torch whose values are constants with a name"""
-
-# Dtypes
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as in records and messages to the user: `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype with that name, which must be one of `ITEM_BYTES`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def is_inexact(tensor: Tensor) -> bool:
-    """Whether its entries are rounded, real or complex numbers: only these have gradients, NaN and Inf."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Whether its entries are integers, as token ids and labels are; not for bool."""
-    return not is_inexact(tensor) and tensor.dtype != torch.bool
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as real numbers, with one more dimension of length 2; any other tensor itself.
-
-    Complex numbers have no order and are not sent by every backend, but both are defined for their parts.
-    """
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def from_real(tensor: Tensor) -> Tensor:
-    """The complex tensor that `as_real` turned into this one, in the same memory."""
-    return torch.view_as_complex(tensor)
-
-
-ROUNDING: defaultdict[torch.dtype, float] = defaultdict(
-    lambda: 5e-2,
-    {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4},
-)
-"""how far apart two results of this precision may be because of rounding, relative to the largest entry, if they are
-equal in exact arithmetic and were computed in another order"""
-
-
-def in_double(tensor: Tensor) -> Tensor:
-    """The tensor without gradient, dense, and in double precision."""
-    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-# Shape, gradient and memory
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

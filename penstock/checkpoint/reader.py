@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.capture import RowSlice
+from penstock.capture import RowSlice, as_bytes, dtype_name
 from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
@@ -120,7 +120,7 @@ def _check_shapes(
             if list(view.get_shape()) != shape:
                 shapes.append(f"{name} {list(view.get_shape())}, the model {shape}")
             elif DTYPES.get(view.get_dtype()) is not tensor.dtype:
-                dtypes.append(f"{name} {view.get_dtype()}, the model {str(tensor.dtype).removeprefix('torch.')}")
+                dtypes.append(f"{name} {view.get_dtype()}, the model {dtype_name(tensor.dtype)}")
     if missing:
         raise DamagedError("a file lacks tensors that the index lists for it", names=shorten(missing), hint=_AGAIN)
     if shapes:
@@ -137,8 +137,7 @@ def _check_ties(tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[st
         first, *others = sources[name]
         for other in others:
             # Compared as bytes, so that NaN equals itself.
-            contents = [tensors[source].reshape(-1).view(torch.uint8) for source in (first, other)]
-            if not torch.equal(*contents):
+            if not torch.equal(as_bytes(tensors[first]), as_bytes(tensors[other])):
                 raise CheckpointError(
                     "names that are one parameter in the model have different values in the checkpoint",
                     names=(first, other),

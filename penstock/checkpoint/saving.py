@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
 from penstock.checkpoint.directory import CheckpointDir
@@ -28,7 +27,7 @@ from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Conte
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan, as_int, to_json
 from penstock.launch import run_before_exit
-from penstock.runtime import ModelPart, NamedTensors, RankSync, SyncRequest, encode_tree, json_bytes
+from penstock.runtime import ModelPart, NamedTensors, RankSync, SyncRequest, encode_tree, full_tensor, json_bytes
 
 
 @dataclass(frozen=True)
@@ -392,7 +391,7 @@ def _whole_tensors(file: str, tensors: Mapping[str, Tensor], copies: "HostCopies
     found = {}
     for name, tensor in tensors.items():
         # full_tensor of a replicated DTensor, or of one sharded over one rank, is the tensor itself: it is copied too.
-        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        full = full_tensor(tensor).detach()
         found[name] = full if copies is None else copies.copy((file, name), full)
     return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.capture import as_bytes
 from penstock.errors import CheckpointError, DamagedError
 
 DTYPES = {
@@ -89,8 +90,7 @@ def write_bytes(path: Path, parts: Iterable[bytes | Tensor], rank: int = 0) -> F
 
 def _chunks(part: bytes | Tensor) -> Iterator[memoryview]:
     if isinstance(part, Tensor):
-        flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content = memoryview(flat.view(torch.uint8).numpy().data)
+        content = memoryview(as_bytes(part.detach().cpu()).numpy().data)
     else:
         content = memoryview(part)
     for start in range(0, len(content), _CHUNK_BYTES):

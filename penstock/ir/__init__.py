@@ -2,7 +2,7 @@
 
 The files, in the order in which to read them:
 
-    graph.py            the model: nodes, values, parameters; dtypes and their sizes
+    graph.py            the model: nodes, values, parameters; dtypes.py: supported dtypes, sizes and tolerances
     profile.py          measured seconds and bytes of every node
     partition.py        the nodes of every stage, and the values that cross each cut
     placement.py        the rank of every stage, and the edges between stages
@@ -68,9 +68,9 @@ from penstock.ir.containers import (
 )
 from penstock.ir.costs import PASS_NAMES, MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster
+from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import (
     ADDED_LOSS,
-    ITEM_BYTES,
     Edge,
     Graph,
     Node,

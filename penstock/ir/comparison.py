@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock.ir.dtypes import TOLERANCES
 from penstock.ir.units import printable
 
 GRADIENT = "gradient of "
 """prefix of the names of gradients"""
-_TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""relative to the largest entry"""
 # A gradient that is zero in exact arithmetic consists of rounding errors only. Its difference is therefore divided by
 # at least this share of the largest gradient of the run; the second share is for half precision.
 _FLOOR, _COARSE_FLOOR = 1e-3, 1e-1
@@ -106,15 +105,15 @@ def compare_tensors(
     the last bits of the weights are changed.
     """
     found = tuple(distances)
-    least = _TOLERANCES.get(coarsest, 0.0)
-    is_coarser = any(0.0 < _TOLERANCES.get(one.dtype, 0.0) < least for one in found)
+    least = TOLERANCES.get(coarsest, 0.0)
+    is_coarser = any(0.0 < TOLERANCES.get(one.dtype, 0.0) < least for one in found)
     gradients = (one.largest for one in found if one.name.startswith(GRADIENT))
     largest = max(gradients, default=0.0)
 
     def difference(one: Distance) -> Difference:
-        own = _TOLERANCES.get(one.dtype, 0.0)
+        own = TOLERANCES.get(one.dtype, 0.0)
         tolerance = max(own, least) if own else 0.0
-        floor = largest * (_COARSE_FLOOR if tolerance >= _TOLERANCES["float16"] else _FLOOR)
+        floor = largest * (_COARSE_FLOOR if tolerance >= TOLERANCES["float16"] else _FLOOR)
         scale = max(one.largest, floor if one.name.startswith(GRADIENT) else 0.0)
         # If the expected tensor is all zero, the difference cannot be relative.
         relative = one.apart / (scale or 1.0) if one.apart else 0.0

@@ -9,16 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import GraphError
+from penstock.ir.dtypes import ITEM_BYTES
 
-ITEM_BYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
-"""bytes of one element, by torch's name of the dtype"""
 ADDED_LOSS = "added_loss"
 """kind of the node by which a model adds a term to its loss"""
 

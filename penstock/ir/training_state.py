@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, find_named
-from penstock.ir.graph import ITEM_BYTES, TensorSpec
+from penstock.ir.dtypes import ITEM_BYTES
+from penstock.ir.graph import TensorSpec
 
 _FLOAT32 = 4
 _HALF = 2

@@ -11,11 +11,9 @@ from penstock.loss.added import Added
 from penstock.loss.microbatch_weights import LossStep
 from penstock.loss.noise import Noise
 from penstock.loss.probe import Evaluation, Probe, evaluation
-from penstock.loss.reductions import Count, Kind
+from penstock.loss.reductions import SAMPLE_REDUCTIONS, Count, Piece
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import choose_parts
-
-_KINDS: tuple[Kind, ...] = ("mean", "sum")
 
 
 class AddedLosses:
@@ -26,7 +24,7 @@ class AddedLosses:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._kinds: LruCache[tuple[int, Recording], list[Kind]] = LruCache()
+        self._kinds: LruCache[tuple[int, Recording], list[str]] = LruCache()
         """the kind of every loss that a stage adds, by stage and recording"""
         self._sizes: list[int] = []
         """the numbers of samples of the parts that were evaluated last"""
@@ -34,36 +32,34 @@ class AddedLosses:
         """about added losses whose weights may not be those of one process"""
 
     def total(
-        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], weight: float
+        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], share: float
     ) -> Tensor:
         """The weighted sum of the losses that a stage adds for a microbatch.
 
-        `nodes` are those of the stage, and `weight` is the microbatch's share of the samples of the batch.
+        `nodes` are those of the stage, and `share` is the microbatch's share of the samples of the batch.
         """
-        kinds: Sequence[str | None] = [loss.reduction for loss in added]
-        if weight != 1.0 and None in kinds:
+        kinds = [loss.reduction for loss in added]
+        if share != 1.0 and None in kinds:
             recording = step.recordings[microbatch]
             detected_kinds = self._kinds.get(
                 (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
             )
             kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
-        parts = [
-            loss.value.reshape(()) * (1.0 if kind == "sum" else weight) for loss, kind in zip(added, kinds, strict=True)
-        ]
-        return torch.stack(parts).sum()
+        # Without a kind the microbatch is the whole batch, of which a mean has the weight 1 too.
+        weights = [Count(kind or "mean").weights_of((share,), 1.0)[0] for kind in kinds]
+        return torch.stack([loss.value.reshape(()) * weight for loss, weight in zip(added, weights, strict=True)]).sum()
 
-    def _find_kinds(
-        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int
-    ) -> list[Kind]:
+    def _find_kinds(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:
         """The kind of every loss that a stage adds."""
         try:
             probes = self._probes(step, microbatch, nodes)
         except Exception:  # the user's model may raise anything
             probes = []
-        kinds: list[Kind] = []
+        kinds: list[str] = []
         for number in range(count):
             draws = [draw[number] for draw in probes if len(draw) == count]
-            weights = {kind: Count(kind).weights([({}, size) for size in self._sizes]) for kind in _KINDS if draws}
+            sizes: list[Piece] = [({}, size) for size in self._sizes]
+            weights = {kind: Count(kind).weights(sizes) for kind in SAMPLE_REDUCTIONS if draws}
             fitting = [kind for kind in weights if all(probe.fits(weights[kind]) for probe in draws)]
             kinds.append(fitting[0] if fitting else "mean")
             if not fitting:

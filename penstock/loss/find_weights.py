@@ -13,7 +13,7 @@ from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
 from penstock.loss.probe import Evaluate, Evaluation, Probe
-from penstock.loss.reductions import IGNORE_INDEX, Count, Piece, candidates
+from penstock.loss.reductions import Count, Piece, candidates
 from penstock.loss.samples import LARGE, Part, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE
@@ -147,8 +147,7 @@ def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tup
         return Decision(None), weights
     # No weights are exact. Those of the largest term of the loss are used: of the mean over labels if they are much
     # closer than those of the mean over samples, else of the latter.
-    usual = [count for count in known if count.kind != "tokens" or count.ignore_index == IGNORE_INDEX]
-    best = min(usual, key=distance)
+    best = min((count for count in known if count.is_usual), key=distance)
     best = best if distance(best) < distance(Count("mean")) / 2 else Count("mean")
     return Decision(best, problem=INSEPARABLE), None
 

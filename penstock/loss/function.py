@@ -13,6 +13,7 @@ from penstock.batches import Microbatch
 from penstock.capture import (
     GeneratorStates,
     code_origin,
+    in_precision,
     isolated,
     object_items,
     python_generators,
@@ -130,12 +131,9 @@ class LossFunction:
             output = join([outputs[dtype][number] for number in chosen], dims)
             target = Microbatch.join([taken[number] for number in chosen]).target
 
-            def target_leaf(leaf: object) -> object:
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and dtype is not None:
-                    return leaf.to(dtype, copy=True)
-                return _copied(leaf)
-
-            result = self._call(output, transform(target, target_leaf), inputs)
+            target = transform(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
+            # A copy: the function may write into it.
+            result = self._call(output, transform(target, _copied), inputs)
             if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")

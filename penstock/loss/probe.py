@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture import ROUNDING, DispatchMode, as_real
+from penstock.capture import ROUNDING, DispatchMode, as_real, coarsest
 from penstock.ir import leaves
 
 VALUE_FACTOR = 10.0
@@ -154,8 +154,7 @@ class Probe:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The lowest precision of all evaluations."""
-        dtypes = [evaluated.dtype for evaluated in (self.union, *self.alone)]
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return coarsest(evaluated.dtype for evaluated in (self.union, *self.alone))
 
     @property
     def tolerance(self) -> float:
@@ -215,7 +214,7 @@ class FunctionTracker(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         is_real = isinstance(result, Tensor) and result.is_floating_point()
         if is_real and (result.requires_grad or not self._only_trained):
-            self.dtype = max(self.dtype, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            self.dtype = coarsest((self.dtype, result.dtype))
         return result
 
 

@@ -1,34 +1,40 @@
 """The reductions of losses: the weights of microbatches from counting samples, labels or a mask."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.batches import IGNORE_INDEX
 from penstock.capture import is_inexact, is_integer
 from penstock.errors import RunError
 
-Kind = Literal["mean", "tokens", "sum"]
 Piece = tuple[Mapping[str, Tensor], int]
 """the tensors of some samples whose entries may be counted, by name, and the number of samples"""
 REDUCTIONS = ("mean", "tokens", "sum")
-IGNORE_INDEX = -100
-"""the label that torch ignores by default"""
+SAMPLE_REDUCTIONS = ("mean", "sum")
+"""those that count samples only, which losses of `add_loss` may have"""
 
 
 @dataclass(frozen=True)
 class Count:
     """The divisor of a loss: the samples, entries of a tensor among targets or inputs, or nothing (a sum)."""
 
-    kind: Kind
+    kind: str
+    """one of `REDUCTIONS`"""
     tensor: str = ""
     """of "tokens": the name of the tensor whose entries are counted; empty: all labels together"""
     ignore_index: int | None = None
     """entries with this value do not count; None: the entries are added up, as those of a mask are"""
     skips_first: bool = False
     """whether the first position of every sample does not count: language models predict the next token"""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the losses of torch have this divisor without arguments."""
+        return self.kind != "tokens" or self.ignore_index == IGNORE_INDEX
 
     def applies_to(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the tensors include the counted one."""
@@ -59,17 +65,21 @@ class Count:
         return torch.stack(counts).tolist()
 
     def weights(self, pieces: Sequence[Piece]) -> tuple[float, ...]:
-        """The weight of each piece of a batch.
+        """The weight of each piece of a batch."""
+        totals = self.totals(pieces)
+        return self.weights_of(totals, sum(totals))
+
+    def weights_of(self, totals: Sequence[float], total: float, num_replicas: int = 1) -> tuple[float, ...]:
+        """The weights of pieces with these counts, in a batch with the count `total` over all replicas.
 
         A weight of 0 means that nothing in the piece counts. Its loss is usually 0/0, and backward through that would
         give 0 * NaN: callers must not start backward from it but treat its gradients as zero. If nothing counts in any
         piece all weights are NaN, and so is the loss, as in torch.
         """
         if self.kind == "sum":
-            return (1.0,) * len(pieces)
-        counts = self.totals(pieces)
-        total = sum(counts)
-        return tuple(count / total if total else float("nan") for count in counts)
+            return (1.0,) * len(totals)
+        # The replicas average their gradients, so weights are multiplied by their number.
+        return tuple(count / total * num_replicas if total else math.nan for count in totals)
 
 
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:

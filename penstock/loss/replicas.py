@@ -3,7 +3,6 @@
 Replicas can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
 """
 
-import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -15,7 +14,7 @@ from penstock.batches import Microbatch
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss.find_weights import INSEPARABLE, Decision
-from penstock.loss.reductions import Piece
+from penstock.loss.reductions import Count, Piece
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12
@@ -82,17 +81,13 @@ def weights_among_replicas(
     values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
     sums = replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
     codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
-    # The replicas average their gradients, so weights are multiplied by the number of replicas.
     if count is not None and _are_equal(replicas, codes, square_codes):
-        if count.kind == "sum":
-            return (1.0,) * num_own, problem
-        return tuple(own_total / total * num_replicas if total else math.nan for own_total in totals), problem
+        return count.weights_of(totals, total, num_replicas), problem
     if num_shared == num_replicas and _are_equal(replicas, lengths, square_lengths):
-        return tuple(share / all_shares * num_replicas for share in shares), problem
-    agreed = _agreed_count(replicas, decision, pieces)
+        return Count("mean").weights_of(shares, all_shares, num_replicas), problem
+    agreed = _agreed_weights(replicas, decision, pieces)
     if agreed is not None:
-        own_totals, total = agreed
-        return tuple(own_total / total * num_replicas for own_total in own_totals), problem
+        return agreed, problem
     raise RunError(
         "the replicas disagree about how the loss is averaged",
         reduction=reduction,
@@ -108,8 +103,8 @@ def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
     return total**2 == replicas.count * squares
 
 
-def _agreed_count(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[list[float], float] | None:
-    """The totals of a count that fits the batches of all replicas, and their sum; None if no count fits.
+def _agreed_weights(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[float, ...] | None:
+    """The weights from a count that fits the batches of all replicas; None if no count fits.
 
     On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
     may have decided for another one than the others, which have batches in which they differ.
@@ -123,7 +118,8 @@ def _agreed_count(replicas: Replicas, decision: Decision, pieces: Sequence[Piece
     agreed = next(count for count in counts if int(_hash(count)) % _NUM_BUCKETS == common[0])
     totals, code = agreed.totals(pieces), _hash(agreed)
     sums = replicas.sum(torch.tensor([code, code**2, sum(totals)], dtype=torch.float64)).tolist()
-    return (totals, sums[2]) if _are_equal(replicas, *sums[:2]) and sums[2] else None
+    has_agreed = _are_equal(replicas, *sums[:2]) and sums[2]
+    return agreed.weights_of(totals, sums[2], replicas.count) if has_agreed else None
 
 
 def _hash(value: object) -> float:

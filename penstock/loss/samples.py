@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import is_inexact, is_integer
+from penstock.capture import in_precision, is_inexact, is_integer
 from penstock.ir import leaves, transform
 
 LARGE = 1 << 20
@@ -139,15 +139,14 @@ def artificial_output(
             picked = picked.index_select(dim, index)
         if not is_inexact(leaf):
             return picked
-        kind = leaf.dtype if dtype is None or leaf.is_complex() else dtype
-        picked = picked.to(kind).nan_to_num(0.0, 1.0, -1.0)
+        picked = in_precision(picked, dtype).nan_to_num(0.0, 1.0, -1.0)
         if dim is not None:
             generator = torch.Generator(device=leaf.device).manual_seed(seed)
             options: dict[str, Any] = {"generator": generator, "dtype": picked.real.dtype, "device": leaf.device}
             if picked.any():
                 picked = picked * (scale * (1 - torch.rand(picked.shape, **options) / 2))
             else:
-                picked = torch.randn(picked.shape, **options).to(kind) * scale
+                picked = torch.randn(picked.shape, **options).to(picked.dtype) * scale
         return picked.detach().requires_grad_()
 
     return transform(output, make)

@@ -65,7 +65,7 @@ from penstock.runtime.step import Result
 from penstock.runtime.step_compiler import message_key
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, NamedTensors, decode_tree, encode_tree, json_bytes, parse_json
-from penstock.runtime.tensor_parallel import shard_like
+from penstock.runtime.tensor_parallel import full_tensor, shard_like
 from penstock.runtime.token_budget import balanced_shares
 from penstock.runtime.transports import (
     MessageKey,

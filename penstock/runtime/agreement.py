@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.capture import MODEL_LINE, SEPARATOR, spec_of
+from penstock.capture import MODEL_LINE, NUMPY_DTYPES, SEPARATOR, as_bytes, spec_of
 from penstock.errors import RunError
 from penstock.ir import Crossing, Program
 
@@ -26,7 +26,6 @@ _DEVICE_INTERVAL = 10
 """steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
 """how many entries of a tensor ranks exchange to find the first that differs"""
-_NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool))
 _spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
 """checksums of names, dtypes and shapes: a few for every kind of batch"""
 _MAX_SPECS = 4096
@@ -175,9 +174,9 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
                     if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
                         number = step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL)
                         entries = sample(entries, _NUM_SAMPLED, number)
-                    if not (is_host and entries.is_contiguous() and entries.dtype in _NUMPY_DTYPES):
-                        # As bytes, as numpy does not have all dtypes.
-                        entries = entries.cpu().contiguous().reshape(-1).view(torch.uint8)
+                    is_array = is_host and entries.is_contiguous() and entries.dtype in NUMPY_DTYPES
+                    if not is_array or entries.is_neg():
+                        entries = as_bytes(entries.cpu())
                     crc = zlib.crc32(entries.numpy(), crc)
             elif type(leaf) in _PLAIN:
                 crc = zlib.crc32(f"{name} {leaf!r}".encode())

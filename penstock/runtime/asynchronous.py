@@ -33,7 +33,6 @@ from penstock.runtime.executor import (
     watch_step,
 )
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.initial_weights import parameter_ranks
 from penstock.runtime.loss_head import LossHead, WarningCause
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
@@ -44,7 +43,7 @@ from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
 from penstock.runtime.weight_versions import StageWeights, Version, check_predicted, refuse_other_steps
-from penstock.stages import StageRun
+from penstock.stages import StageRun, parameter_ranks
 
 _OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
 _LOSS_TAG = 1_999_999_973

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capture import dtype_name, dtype_named
+from penstock.capture import as_bytes, dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.groups import ProcessGroups
@@ -87,9 +87,7 @@ def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, devi
         tensors = [buffer.to(device) for buffer in buffers]
     for tensor in tensors:
         if tensor.numel():
-            # As bytes, which every backend can send, whatever the dtype.
-            content = tensor.reshape(-1).view(torch.uint8)
-            groups.run(dist.broadcast, content, group=groups.group, group_src=source, async_op=True)
+            groups.run(dist.broadcast, as_bytes(tensor), group=groups.group, group_src=source, async_op=True)
     return structure if groups.rank == source else build(tensors)
 
 

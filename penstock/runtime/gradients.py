@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.capture import largest_magnitude
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, to_device, to_host
@@ -256,12 +257,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 def _largest_entry(gradients: Sequence[Tensor]) -> float:
     """The largest absolute entry; NaN if one is NaN."""
-    largest = []
-    for gradient in gradients:
-        local = stored_entries(gradient)
-        if local.numel():
-            # aminmax is many times faster on the host than torch.linalg.vector_norm with ord=inf.
-            low, high = torch.aminmax(local.abs() if local.is_complex() else local)
-            largest.append(torch.maximum(low.abs(), high.abs()))
+    stored = [stored_entries(gradient) for gradient in gradients]
+    largest = [largest_magnitude(entries) for entries in stored if entries.numel()]
     # Python's max would skip NaN.
     return float(torch.tensor([0.0, *read_scalars(largest)], dtype=torch.float64).max())

@@ -6,26 +6,16 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from penstock.capture import as_real
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
 from penstock.runtime.gradients import TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
-from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled
+from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled, sampled_numbers
+from penstock.stages import parameter_ranks
 
 _HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
-
-
-def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
-    """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
-    users: dict[str, set[int]] = {}
-    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
-        for node in nodes:
-            for name in node.parameters:
-                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
-    return users
 
 
 def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> None:
@@ -65,8 +55,8 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         # All ranks see this difference, and show a few entries.
         entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
         if name in tensors:
-            values = as_real(sampled(tensors[name])).flatten()[:NUM_SAMPLED]
-            entries[: len(values)] = values.to("cpu", torch.float64)
+            values = sampled_numbers(tensors[name])[:NUM_SAMPLED]
+            entries[: len(values)] = values
         first, second = groups.gather(entries)[[ranks[0], other]]
         differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
         shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]

@@ -21,18 +21,9 @@ from penstock.capture import (
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.fsdp import FsdpStages
-from penstock.runtime.gradients import (
-    ReplicaReducer,
-    TiedParameter,
-    TiedReducer,
-)
+from penstock.runtime.gradients import ReplicaReducer, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.initial_weights import (
-    check_replica_weights,
-    check_tied_weights,
-    differing_weights,
-    parameter_ranks,
-)
+from penstock.runtime.initial_weights import check_replica_weights, check_tied_weights, differing_weights
 from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.row_parameters import RowParameters
 from penstock.runtime.tensor_parallel import (
@@ -42,7 +33,7 @@ from penstock.runtime.tensor_parallel import (
     replicas_share_parameters,
     shard_like,
 )
-from penstock.stages import CutModel, Stage
+from penstock.stages import CutModel, Stage, parameter_ranks
 
 _STATE_HINT = "the state dict of the whole model, or of this rank"
 Parallelize = Callable[[nn.Module], Any]

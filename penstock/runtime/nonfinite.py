@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from penstock.capture import as_real, is_inexact
+from penstock.capture import extremes, is_inexact
 from penstock.ir import Graph, Node, leaves
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.tensor_parallel import stored_entries
@@ -36,11 +35,13 @@ class Extremes:
 
     def add(self, stage: int, values: Iterable[object], is_gradient: bool = False) -> None:
         """Add outputs or gradients of a stage. Of a sharded tensor only this rank's shard counts."""
-        extremes = self._extremes.setdefault((stage, is_gradient), [])
+        found = self._extremes.setdefault((stage, is_gradient), [])
         for value in values:
-            # Not `is_inexact`: every value of every step comes here.
+            # Not `is_inexact`, and `stored_entries` only where it is needed: every value of every step comes here.
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                extremes += _extremes(value.detach() if value.requires_grad else value)
+                if type(value) is not Tensor or value.is_sparse:
+                    value = stored_entries(value)
+                found += extremes(value.detach() if value.requires_grad else value)
 
     def nonfinite_stages(self) -> tuple[set[int], set[int]]:
         """The stages with NaN or Inf in an output, and those with one in a gradient."""
@@ -48,8 +49,8 @@ class Extremes:
         everything = list(chain.from_iterable(self._extremes.values()))
         # Read at once, because on a GPU every read waits for the device.
         values = iter(torch.stack(everything).tolist() if everything else ())
-        for (stage, is_gradient), extremes in self._extremes.items():
-            own_values = list(islice(values, len(extremes)))
+        for (stage, is_gradient), own in self._extremes.items():
+            own_values = list(islice(values, len(own)))
             if not all(map(math.isfinite, own_values)):
                 found[is_gradient].add(stage)
         return found
@@ -57,24 +58,9 @@ class Extremes:
 
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Whether no entry of any tensor is NaN or Inf."""
-    extremes = Extremes()
-    extremes.add(0, tensors)
-    return not any(extremes.nonfinite_stages())
-
-
-def _extremes(tensor: Tensor) -> Sequence[Tensor]:
-    """The smallest and largest entry; both are NaN if any entry is.
-
-    On the host this is many times faster than a norm or isfinite on every entry.
-    """
-    if isinstance(tensor, DTensor) or tensor.is_sparse:
-        tensor = stored_entries(tensor)
-    if tensor.is_complex():
-        tensor = as_real(tensor)
-    if tensor.dim() == 0:
-        # A copy of a view, which may be one of a large tensor.
-        return (tensor.clone() if tensor._is_view() else tensor,)
-    return torch.aminmax(tensor) if tensor.numel() else ()
+    found = Extremes()
+    found.add(0, tensors)
+    return not any(found.nonfinite_stages())
 
 
 def _severity(values: Iterable[object]) -> int:
@@ -82,7 +68,7 @@ def _severity(values: Iterable[object]) -> int:
     worst = 0
     for value in values:
         if isinstance(value, Tensor) and is_inexact(value):
-            for extreme in _extremes(value.detach()):
+            for extreme in extremes(stored_entries(value.detach())):
                 number = float(extreme)
                 worst = max(worst, 0 if math.isfinite(number) else 1 if number < 0 else 2)
     return worst

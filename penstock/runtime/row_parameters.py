@@ -12,7 +12,7 @@ from penstock.errors import PlanError
 from penstock.ir import Plan
 from penstock.runtime.gradients import dense, receive_tensor, send_tensor
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.initial_weights import parameter_ranks
+from penstock.stages import parameter_ranks
 
 
 @dataclass(frozen=True)

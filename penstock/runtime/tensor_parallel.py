@@ -88,6 +88,11 @@ def sampled(tensor: Tensor) -> Tensor:
     return sample(local_shard(tensor.detach()), NUM_SAMPLED)
 
 
+def sampled_numbers(tensor: Tensor) -> Tensor:
+    """The entries that `sampled` selects as one row of float64 on the host; the parts of complex ones."""
+    return as_real(sampled(tensor)).flatten().to("cpu", torch.float64)
+
+
 class PartialGradients:
     """Sums partial gradients: DTensors of which each rank has one addend, such as those of a norm weight.
 
@@ -263,13 +268,9 @@ class ReplicatedGradients:
         """The error for the first parameter whose gradient differs; a collective call of the ranks with this stage."""
         if not self._parameters:
             return None
-        samples = [
-            as_real(sampled(p if p.grad is None else p.grad)).flatten().to("cpu", torch.float64)
-            for p in self._parameters.values()
-        ]
         gradients = [
-            torch.zeros_like(values) if p.grad is None else values
-            for values, p in zip(samples, self._parameters.values(), strict=True)
+            torch.zeros_like(sampled_numbers(p)) if p.grad is None else sampled_numbers(p.grad)
+            for p in self._parameters.values()
         ]
         first = self._groups.pipeline - self._groups.tensor_rank
         rows = self._groups.gather_peers(torch.cat(gradients))[first : first + self._groups.num_tensor_ranks]

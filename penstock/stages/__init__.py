@@ -5,7 +5,7 @@
 The files, in the order in which to read them:
 
     stage.py               a stage as a module with the model's own names
-    ownership.py           which stage owns each module, parameter and buffer
+    ownership.py           which stage owns each module, parameter and buffer, and which ranks use it
     cut_checks.py          refuses cuts that would change results
     stage_run.py           one forward and backward of a stage, between two gradient boundaries
     recompute.py           blocks that run again in backward instead of saving activations
@@ -19,7 +19,7 @@ from penstock.stages.check import check, distances
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.layer_list import LayerList
-from penstock.stages.ownership import Ownership
+from penstock.stages.ownership import Ownership, parameter_ranks
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import CutModel, Stage
 from penstock.stages.stage_run import ForwardRun, StageRun, grad_boundary

@@ -1,10 +1,10 @@
-"""Which stage owns each module, parameter and buffer, and where the nodes of other recordings go."""
+"""Which stage owns each module, parameter and buffer, and which ranks use it; where nodes of other recordings go."""
 
 from collections.abc import Iterable
 from itertools import takewhile
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Node, Partition
+from penstock.ir import Graph, Node, Partition, Plan
 
 
 class FittedPartition(Partition):
@@ -106,6 +106,16 @@ class Ownership:
                 hint="plan with a batch of this kind as the example, and with the same basic_blocks",
             )
         return min(possible, key=lambda stage: abs(stage - preferred))
+
+
+def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
+    """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
+    users: dict[str, set[int]] = {}
+    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
+        for node in nodes:
+            for name in node.parameters:
+                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
+    return users
 
 
 def _node_keys(graph: Graph) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -198,6 +198,13 @@ def test_the_memory_layout_of_a_batch_does_not_change_its_checksum() -> None:
     ]
 
 
+def test_conjugated_and_negated_views_have_the_checksums_of_their_entries() -> None:
+    conjugated = torch.complex(noise(4, 3), noise(4, 3)).conj()
+    for view in (conjugated, conjugated.imag):
+        assert view.is_conj() or view.is_neg()
+        assert checksum([{"x": view}]) == checksum([{"x": view.clone()}])
+
+
 def other_optimizers(path: str) -> list[str]:
     rank, sgd, adam = dist.get_rank(), torch.optim.SGD, torch.optim.AdamW
     pipe = build(Net())
