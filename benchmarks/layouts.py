@@ -27,10 +27,10 @@ from torch.nn import functional
 
 from benchmarks.literature import PAPERS, SEQUENCE, TENSOR, VOCABULARY, Setting
 from benchmarks.table import Line, Table
-from penstock.api.plan import Examples
+from penstock.api.example_batch import ExampleBatch
 from penstock.demo.gpt import Head, Sizes, gpt, loss
 from penstock.ir import DeviceLayout, DeviceSpeed, TrainingState, find_device, find_link
-from penstock.planner import DevicePool, Measured, PlanOptions, TensorParallel, compare_layouts, predict_layout
+from penstock.planner import DevicePool, DeviceSearch, Measured, PlanOptions, TensorParallel
 
 _SIZES, _DEGREES = (1, 2, 4), (1, 2, 4, 8)
 _NEAR = 0.03
@@ -214,9 +214,9 @@ def _measured(shape: Shape, device: str, has_eight_bits: bool) -> dict[int, Meas
         speed = replace(speed, rates=tuple((dtype, 2 * rate) for dtype, rate in speed.rates))
     with torch.device("meta"):
         tokens = torch.empty((most, shape.sequence), dtype=torch.int64)
-        examples = Examples(_decoder(shape).to(torch.bfloat16), (tokens,), None, loss_fn=loss, speed=speed)
+        batch = ExampleBatch(_decoder(shape).to(torch.bfloat16), (tokens,), None, loss_fn=loss, speed=speed)
     counts = {size: most // size for size in _SIZES}
-    return {size: examples.measured([count], None)[count] for size, count in counts.items()}
+    return {size: batch.measured([count])[count] for size, count in counts.items()}
 
 
 class Row(NamedTuple):
@@ -248,8 +248,9 @@ def compare(training: Published) -> Row:
     pool = DevicePool(training.devices, memory, *links, training.per_node, preset.peak_flops("bfloat16"))
     system = SYSTEMS.get(training.source, System())
     measured = _measured(training.shape, training.device, system.has_eight_bits)
-    layout = predict_layout(measured, system.options, pool, training.layout, system.tensor_parallel)
-    best = compare_layouts(measured, system.options, pool, training.samples, system.tensor_parallel)[0]
+    search = DeviceSearch(measured, system.options, pool, training.samples, system.tensor_parallel)
+    best = search.compared()[0][0]
+    layout = search.simulated(training.layout)
     if not layout.lost and layout.makespan is not None and layout.makespan < (best.makespan or 0.0):
         best = layout
     return Row(training, layout, best)

@@ -9,7 +9,7 @@ from unittest import mock
 from torch import nn
 
 import penstock
-from penstock.api import plan as plan_module
+from penstock.api import example_batch
 from penstock.api.measuring import measured_model
 from penstock.capture import Captured, capture
 from penstock.ir import Backward, Graph, Plan, Profile, WeightGrad
@@ -48,7 +48,7 @@ def chain_graph(stages: int) -> Graph:
 
 def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **choices: Any) -> Plan:
     """A plan from `penstock.plan`, always the same: nothing is measured, and the first candidate is taken."""
-    with mock.patch.object(plan_module, "measure", _unmeasured):
+    with mock.patch.object(example_batch, "measure", _unmeasured):
         return penstock.plan(model, *batch, partitioner=partitioner, budget_seconds=0.0, **choices)
 
 
@@ -77,7 +77,7 @@ def accumulates_in_order(plan: Plan) -> bool:
 def shared_recordings() -> Iterator[None]:
     """Plans and pipelines over one model share its recordings."""
     with (
-        mock.patch.object(plan_module, "record_model", _recorded),
+        mock.patch.object(example_batch, "record_model", _recorded),
         mock.patch.object(model_part.Captured, "planned", _planned),
     ):
         yield

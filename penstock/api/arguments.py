@@ -17,6 +17,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 def check_model_and_plan(model: object, plan: object) -> None:
+    """Refuse arguments of other types, such as a path in place of a plan."""
     if not isinstance(model, nn.Module):
         raise PlanError("model must be a torch.nn.Module", got=shown(model), hint="Pipeline(model, plan)")
     if not isinstance(plan, Plan):

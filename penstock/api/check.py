@@ -1,7 +1,7 @@
 """check: compares one step of a plan with the unsplit model, and leaves the model unchanged."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,46 +137,55 @@ def check(
         # The model itself, with every call seeded as in the stages.
         seed = actual.seed
         notes.append("the model draws random numbers: compared block by block from the same seeds")
-    stages, whole = _stages(plan, runner.loss_parameters), None
-    for name, row in runner.slices.items():
-        stages.update((GRADIENT + other, stages[GRADIENT + name]) for other in row.names)
+    stages = _stages(plan, runner)
 
-    def compared(against: str, run: Callable[..., _StepResult], has_buffers: bool) -> Comparison:
-        """Compare the pipeline with a plain run; differences may be rounding errors only."""
-
-        plain = run()
-
-        def tensors(result: _StepResult) -> dict[str, Tensor | None]:
-            if not has_buffers:
-                return result.without_buffers
-            return {name: value for name, value in result.tensors.items() if name not in plain.written_in_backward}
-
-        if has_buffers and plain.written_in_backward:
-            name = min(plain.written_in_backward).removeprefix(_BUFFER)
-            notes.append(
-                f"the backward updates {len(plain.written_in_backward)} buffers ({name}), as checkpointed batch norm "
-                "does: in an order that depends on the schedule, so they are not compared"
-            )
-        # The stages compute in the same precision as the model, so only the sums of a whole batch, and of a vocabulary
-        # that is split, may round coarser.
-        coarsest = "" if has_buffers and not runner.slices else plain.coarsest_dtype
-        differences = list(distances(tensors(plain), tensors(actual)))
-        comparison = compare_tensors(against, differences, stages, coarsest)
-        if comparison.ok:
-            return comparison
-        # The pipeline is wrong, samples interact, or rounding errors are large: find how large.
-        noise: dict[str, float] = {}
-        for number in range(_NUM_PERTURBED):
-            for one in distances(tensors(plain), tensors(run(perturbed=number))):
-                noise[one.name] = max(noise.get(one.name, 0.0), one.apart)
-        return compare_tensors(against, differences, stages, coarsest, noise)
-
+    whole = None
     # Compared only if nothing is known that makes the whole batch differ from its microbatches.
     if len(notes) == sum(not warning.is_certain for warning in actual.warnings):
-        whole = compared("the whole batch", partial(runner.run_plain, splitter.split(batch, 1)), False)
-    loop = partial(runner.run_plain, microbatches, actual.weights, seed)
-    looped = compared("the same microbatches, one after another", loop, True)
-    return ParityReport(looped, whole, tuple(notes))
+        run = partial(runner.run_plain, splitter.split(batch, 1))
+        plain = run()
+        buffers = {name for name in (*plain.tensors, *actual.tensors) if name.startswith(_BUFFER)}
+        whole = _compare("the whole batch", plain, actual, run, buffers, stages, plain.coarsest_dtype)
+
+    run = partial(runner.run_plain, microbatches, actual.weights, seed)
+    plain = run()
+    if written := plain.written_in_backward:
+        name = min(written).removeprefix(_BUFFER)
+        notes.append(
+            f"the backward updates {len(written)} buffers ({name}), as checkpointed batch norm does: in an order that "
+            "depends on the schedule, so they are not compared"
+        )
+    # The stages compute in the same precision as the model, so only the sums of a whole batch, and of a vocabulary that
+    # is split, may round coarser.
+    coarsest = plain.coarsest_dtype if runner.slices else ""
+    loop = _compare("the same microbatches, one after another", plain, actual, run, written, stages, coarsest)
+    return ParityReport(loop, whole, tuple(notes))
+
+
+def _compare(
+    against: str,
+    plain: "_StepResult",
+    actual: "_StepResult",
+    run_plain: Callable[..., "_StepResult"],
+    skipped: Collection[str],
+    stages: Mapping[str, int],
+    coarsest_dtype: str,
+) -> Comparison:
+    """Compare the pipeline with a plain step, without the skipped tensors; differences may be rounding errors only."""
+
+    def tensors(result: _StepResult) -> dict[str, Tensor | None]:
+        return {name: value for name, value in result.tensors.items() if name not in skipped}
+
+    differences = list(distances(tensors(plain), tensors(actual)))
+    comparison = compare_tensors(against, differences, stages, coarsest_dtype)
+    if comparison.ok:
+        return comparison
+    # The pipeline is wrong, samples interact, or rounding errors are large: find how large.
+    noise: dict[str, float] = {}
+    for number in range(_NUM_PERTURBED):
+        for one in distances(tensors(plain), tensors(run_plain(perturbed=number))):
+            noise[one.name] = max(noise.get(one.name, 0.0), one.apart)
+    return compare_tensors(against, differences, stages, coarsest_dtype, noise)
 
 
 @dataclass(frozen=True)
@@ -193,10 +202,6 @@ class _StepResult:
     """the floating-point dtype with the fewest bits that the step computed in"""
     written_in_backward: frozenset[str] = frozenset()
     """the buffers that the backward of a plain run changed"""
-
-    @property
-    def without_buffers(self) -> dict[str, Tensor | None]:
-        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(_BUFFER)}
 
 
 class _StepRunner:
@@ -341,9 +346,13 @@ def _equal(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
-def _stages(plan: Plan, loss_parameters: Iterable[str]) -> dict[str, int]:
-    """The stage that computes each value."""
+def _stages(plan: Plan, runner: _StepRunner) -> dict[str, int]:
+    """The stage that computes the loss, each gradient and each buffer."""
     owners = Ownership(plan.graph, plan.partition)
-    stages = dict.fromkeys((_LOSS, *(GRADIENT + name for name in loss_parameters)), plan.num_stages - 1)
+    stages = dict.fromkeys((_LOSS, *(GRADIENT + name for name in runner.loss_parameters)), plan.num_stages - 1)
     stages |= {GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}
-    return stages | {_BUFFER + value.name: owners.of(value.name) for value in plan.graph.buffers}
+    stages |= {_BUFFER + value.name: owners.of(value.name) for value in plan.graph.buffers}
+    # The pipeline has shards of a split output layer; the whole parameters are compared.
+    for name, row in runner.slices.items():
+        stages.update((GRADIENT + other, stages[GRADIENT + name]) for other in row.names)
+    return stages

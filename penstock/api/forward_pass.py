@@ -53,8 +53,10 @@ class ForwardPass:
             raise RunError("a gradient must have the shape of its output", output=name, **shapes)
         count = sum(self._sizes)
         if output.dim() == 0:
-            # The number is a weighted sum over the microbatches.
-            shares = [weight / size for weight, size in zip(self._weights(name), self._sizes, strict=True)]
+            # The number is a weighted sum over the microbatches: a loss has its own weights, any other the sizes.
+            weights: Sequence[float] = self._result.weights_by_name.get(name) or self._result.weights
+            weights = weights or [size / count for size in self._sizes]
+            shares = [weight / size for weight, size in zip(weights, self._sizes, strict=True)]
             rows = torch.tensor(shares, dtype=torch.float64, device=gradient.device)
             return rows.repeat_interleave(torch.tensor(self._sizes, device=gradient.device)) * gradient.double()
         if len(output) % count:
@@ -66,10 +68,6 @@ class ForwardPass:
                 hint="a model that returns this output with the samples first",
             )
         return gradient.reshape(count, -1, *gradient.shape[1:])
-
-    def _weights(self, name: str) -> Sequence[float]:
-        by_name, usual = self._result.weights_by_name, self._result.weights
-        return by_name.get(name) or usual or [size / sum(self._sizes) for size in self._sizes]
 
 
 def pull_back(output: Any, gradients: Mapping[str, Tensor]) -> Tensor:

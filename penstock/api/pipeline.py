@@ -1,10 +1,7 @@
 """Pipeline: trains a model with a plan, with exactly the gradients of the unsplit model."""
 
-import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Self, overload
 
@@ -24,12 +21,13 @@ from penstock.api.arguments import (
     shown,
 )
 from penstock.api.forward_pass import ForwardPass, pull_back
+from penstock.api.plan_agreement import agree_on_plan
 from penstock.api.rank_parameters import RankParameters, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, SavedState, Saver
 from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import Plan, Trace, as_int, counted, from_json, is_finite, to_json
+from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
 from penstock.loss import LossWeights, has_parameters, loss_module
 from penstock.planner import staleness_lines, with_microbatches
@@ -65,7 +63,6 @@ _CALLS = (
 )
 _UNSCALED = float("1.0")
 """default of `scale`: an object of its own, so that a given 1.0, which may be meant for the model, differs from it"""
-_DIGITS = 12  # of a digest, so that a float holds it exactly
 
 
 class Pipeline:
@@ -132,21 +129,26 @@ class Pipeline:
         check_split(split, model)
         check_output_dims(output_dims)
         check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
-        given_model, self._loss_fn = model, loss_fn
-        model, loss_fn = split_model(model, plan, loss_fn)
-        if model is not given_model and (parallelize_fn is not None or staleness is not None):
-            other = "parallelize_fn" if parallelize_fn is not None else "staleness"
-            raise RunError(f"a split output layer does not combine with {other}", hint="vocabulary_shards=None")
-        self._has_split_loss = model is not given_model and self._loss_fn is not None
-        """whether shards of the output layer compute the loss, so that the loss is the only output"""
-        self._output_dims, self._split = output_dims, split
+        self._inputs, self._split, self._output_dims = inputs, split, output_dims
+        self._options, self._staleness = options, staleness
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
+
+        given_model, self._loss_fn = model, loss_fn
+        model, loss_fn = split_model(model, plan, loss_fn)
+        is_split = model is not given_model
+        if is_split and (parallelize_fn is not None or staleness is not None):
+            other = "parallelize_fn" if parallelize_fn is not None else "staleness"
+            raise RunError(f"a split output layer does not combine with {other}", hint="vocabulary_shards=None")
+        self._has_split_loss = is_split and self._loss_fn is not None
+        """whether shards of the output layer compute the loss, so that the loss is the only output"""
+
         # From here on ranks communicate: every rank must reach the same collective calls.
-        groups = _groups(plan, mesh, local, options.deadline_seconds)
+        groups = _process_groups(plan, mesh, local, options.deadline_seconds)
         if not groups.is_local:
             ErrorPrinter.install(dist.get_rank())
         self._receives_batches = inputs == "first" and not groups.is_local
+        """whether ranks other than the first call `step` and `eval` without a batch"""
         self._sync = RankSync(groups)
         scaling = None
         if scaler is not None:
@@ -154,18 +156,20 @@ class Pipeline:
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": scaling}
         if staleness is not None:
             choices["staleness"] = staleness
-        self.plan = plan = _agree_on_plan(model, plan, groups, self._sync, loss_fn, options, **choices)
+        self.plan = plan = agree_on_plan(model, plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         loss_part = loss_module(loss_fn)
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_part, options.check_model)
+        # A process with the whole model trains its weights, and torch's functions see all gradients there.
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
-        loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
+
+        loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         if scaler is not None:
             scaler.bind(self._sync)
-        self._loss_head = loss_head = LossHead(part.captured, loss_weights, plan.partition, scaler)
+        self._loss_head = LossHead(part.captured, loss_weights, plan.partition, scaler)
         self.optimizer: Optimizer | None = None
         """the optimizer of an asynchronous pipeline, which updates the weights inside `step`"""
         if staleness is not None and optimizer is not None:
@@ -173,26 +177,26 @@ class Pipeline:
                 raise RunError("an asynchronous pipeline has no replicas", hint='a mesh with the axis "pp" only')
             self.optimizer = make_optimizer(optimizer, part, plan, staleness)
             self.check_optimizer(self.optimizer)
-        self._staleness = staleness
-
-        def engine(plan: Plan) -> Engine:
-            if staleness is not None and self.optimizer is not None:
-                return AsyncEngine(part, plan, self._sync, loss_head, options, self.optimizer, staleness, split=split)
-            return Engine(part, plan, self._sync, loss_head, options, inputs, split)
-
-        def pull_back_engine(plan: Plan) -> Engine:
-            """Runs backward from given gradients of the outputs: a vector-Jacobian product (`pull_back`)."""
-            weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
-            weights.checks_outputs = False  # the loss that a model returns is one of its outputs
-            head = LossHead(part.captured, weights, plan.partition, scaler)
-            return Engine(part, plan, self._sync, head, options, inputs, split)
-
-        self._engine_of, self._pull_back_engine_of = engine, pull_back_engine
-        self._engine = engine(plan)
+        self._engine = self._make_engine()
         self._pull_back_engine: Engine | None = None
-        """runs the backward of a ForwardPass, whose loss is that of given gradients"""
-        self._inputs = inputs
+        """runs the backward of a ForwardPass, whose loss is that of given gradients; made when it is first needed"""
         self._sync.close()
+
+    def _make_engine(self) -> Engine:
+        """The engine for the present plan."""
+        part, options, split = self._part, self._options, self._split
+        if self._staleness is None or self.optimizer is None:
+            return Engine(part, self.plan, self._sync, self._loss_head, options, self._inputs, split)
+        stale = self.optimizer, self._staleness
+        return AsyncEngine(part, self.plan, self._sync, self._loss_head, options, *stale, split=split)
+
+    def _make_pull_back_engine(self) -> Engine:
+        """An engine that runs backward from given gradients of the outputs: a vector-Jacobian product (`pull_back`)."""
+        part = self._part
+        weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
+        weights.checks_outputs = False  # the loss that a model returns is one of its outputs
+        head = LossHead(part.captured, weights, self.plan.partition, self.scaler)
+        return Engine(part, self.plan, self._sync, head, self._options, self._inputs, self._split)
 
     def __repr__(self) -> str:
         part, plan = self._part, self.plan
@@ -216,6 +220,8 @@ class Pipeline:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Not supported: a copy would share connections to other ranks."""
         raise RunError("a Pipeline cannot be copied or pickled", hint="pipe.save(directory), or pipe.full_state_dict()")
+
+    # ------------------------------------------------------------------------------------------------------------ steps
 
     def step(
         self,
@@ -342,73 +348,6 @@ class Pipeline:
             return self.evaluate(*args, **kwargs)
         return self.train(False)
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the modules of the model to training mode, or to eval mode, as `nn.Module.train` does.
-
-        A new model is in training mode. `step` runs the model in its mode, `evaluate` in eval mode. Every rank must
-        make the same call.
-
-        Args:
-            mode: False for eval mode
-
-        Returns:
-            The Pipeline.
-
-        Raises:
-            RunError: if `mode` is not a bool, or batches are in flight in an asynchronous pipeline
-        """
-        if not isinstance(mode, bool):
-            hint = f"pipe.train() or pipe.train(False) for the mode; {_CALLS}"
-            raise RunError("mode must be True or False", got=type(mode).__name__, hint=hint)
-        self._check_drained()
-        self._part.captured.model.train(mode)
-        return self
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self._part.captured.model.training
-
-    def _checked_scale(self, scale: object) -> float:
-        """Convert the scale to a number; raises an error, on every rank, if it is not finite or is ambiguous."""
-        value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-        error = self._ambiguous("scale")
-        if error is None and not is_finite(value):
-            error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
-        if error is not None:
-            self._refuse("step", error)
-        return float(value)  # type: ignore[arg-type]
-
-    def _checked_budget(self, call: str, budget_tokens: object, return_outputs: bool) -> int:
-        """Convert the token budget to an int; raises an error, on every rank, if it is not usable."""
-        value, error = as_int(budget_tokens), self._ambiguous("budget_tokens")
-        if error is not None:
-            self._refuse(call, error)
-        if value is None or value < 1:
-            self._refuse(call, RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens)))
-        if return_outputs:
-            problem = "budget_tokens does not combine with return_outputs: samples are reordered"
-            self._refuse(call, RunError(problem, hint="return_outputs=False, or leave out budget_tokens"))
-        if self._staleness is not None:
-            self._refuse(call, RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens"))
-        return value
-
-    def _ambiguous(self, name: str) -> RunError | None:
-        """The error for an option of `step` that the model's forward takes too; None if it does not."""
-        forward = self._part.captured.model.forward
-        parameters = inspect.signature(forward).parameters
-        unusable = f"{name}= of step and evaluate is not usable with this model"
-        if name in parameters:
-            hint = f"pass it to the model by position; {unusable}"
-            return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            # `kwargs["scale"]` and `kwargs.get("scale")` have the name as a constant of the function.
-            constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
-            if name in constants or any(value.name == name for value in self.plan.graph.inputs):
-                hint = f"another name for the argument of the model; {unusable}"
-                return RunError(f"{name} is ambiguous: the model's forward takes it in its **kwargs", hint=hint)
-        return None
-
     def forward(self, *args: Any, output_dims: OutputDims = None, **kwargs: Any) -> ForwardPass:
         """Run the forward of one whole batch in training mode; its outputs are on every rank.
 
@@ -444,42 +383,11 @@ class Pipeline:
             if self._loss_head.scaler is not None:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:
-                self._pull_back_engine = self._pull_back_engine_of(self.plan)
+                self._pull_back_engine = self._make_pull_back_engine()
             self._pull_back_engine.train(Batch(args, kwargs, gradients), number, False, False)
             self._mark_model_outdated()
 
         return ForwardPass(result, sizes, run)
-
-    def _check_split_loss(self, call: str, target: object, return_outputs: object) -> None:
-        """Refuse calls that need the logits of a split output layer."""
-        hint = "a plan with vocabulary_shards=None"
-        if return_outputs:
-            error = RunError("a split output layer has no whole logits to return as outputs", hint=hint)
-        elif target is None and self._inputs == "all":
-            error = RunError("a split output layer needs a target, because it computes the loss only", hint=hint)
-        else:
-            return
-        self._refuse(call, error)
-
-    def _check_losses(self, call: str, losses: object) -> None:
-        if (error := self._ambiguous("losses")) is not None:
-            self._refuse(call, error)
-        if call == "step" and isinstance(self._engine, AsyncEngine):
-            problem = "an asynchronous step ends before its losses are known"
-            self._refuse(call, RunError(problem, hint="the losses of the result"))
-        if not isinstance(losses, list):
-            got = type(losses).__name__
-            self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
-
-    def _mark_model_outdated(self) -> None:
-        """Remember that the given model no longer has the weights that the ranks train."""
-        if self._stale_weights is not None:
-            self._stale_weights.is_stale = True
-
-    def _refuse(self, call: str, error: RunError) -> NoReturn:
-        """Raise an error of the arguments of a call, on every rank."""
-        self._sync.refuse(SyncRequest(call, self.num_steps), error)
-        raise error
 
     def drain(self) -> Trace | None:
         """Finish all batches in flight in an asynchronous pipeline, so that every result is known; a collective call.
@@ -488,85 +396,6 @@ class Pipeline:
         has no batch in flight.
         """
         return self._engine.drain(self.num_steps) if isinstance(self._engine, AsyncEngine) else None
-
-    def _check_drained(self) -> None:
-        """Raise an error if batches are in flight: the ranks may not have made the same number of updates."""
-        if isinstance(self._engine, AsyncEngine):
-            self._engine.check_usable()
-            if not self._engine.is_empty:
-                raise RunError("batches are in flight in an asynchronous pipeline", hint="pipe.drain() before")
-
-    def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
-        if given is None:
-            return self._output_dims
-        check_output_dims(given)
-        is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
-        return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]
-
-    @property
-    def microbatches(self) -> int:
-        """The number of microbatches per batch; may be changed between steps, on every rank."""
-        return self.plan.num_microbatches
-
-    @microbatches.setter
-    def microbatches(self, count: int) -> None:
-        self._check_drained()
-        self.plan = with_microbatches(self.plan, count)
-        self._engine, self._pull_back_engine = self._engine_of(self.plan), None
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`. A collective call.
-
-        Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
-
-        Args:
-            max_norm: the largest norm allowed
-            norm_type: the p of the p-norm; `float("inf")` for the largest entry
-
-        Returns:
-            The norm before scaling, the same on every rank.
-        """
-        if self._staleness is not None:
-            raise RunError(
-                "an asynchronous pipeline updates each stage by itself, so that the norm over all ranks is not known",
-                hint="clipping inside the optimizer's step, for each stage",
-            )
-        limit, power = check_clipping(max_norm, norm_type)
-        request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
-        scale = 1.0
-        if self._loss_head.scaler is not None:
-            try:
-                scale = self._loss_head.scaler.scale_of(self.parameters())
-            except RunError as error:
-                self._sync.refuse(request, error)
-                raise
-        # A parameter that several ranks have is counted by one of them and scaled by all.
-        gradients, copies = self._part.owned_gradients()
-        norm = global_norm(self._sync, request, gradients, power, copies) / scale
-        clip(self._part.gradients(), norm, limit)
-        self._sync.close()
-        return norm
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of the first replica, which prints and logs."""
-        return self._part.groups.is_first
-
-    def largest(self, *values: float) -> tuple[float, ...]:
-        """The maximum of each value over all ranks. A collective call.
-
-        Args:
-            *values: numbers, at most 4
-
-        Returns:
-            The maxima, the same on every rank.
-        """
-        if len(values) > MAX_REDUCED:
-            raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
-        request = SyncRequest("largest", self.num_steps, str(len(values)))
-        result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
-        self._sync.close()
-        return result.maxes[: len(values)]
 
     def share(self, *args: Any, target: Any = None, budget_tokens: int | None = None, **kwargs: Any) -> Microbatch:
         """This replica's samples of a batch that all replicas have; the whole batch if there is one replica.
@@ -602,25 +431,79 @@ class Pipeline:
             )
         return shares[groups.replica]
 
-    @property
-    def has_loss_fn(self) -> bool:
-        """Whether the loss is that of a `loss_fn`, and not returned by the model."""
-        return self._loss_fn is not None
+    def train(self, mode: bool = True) -> Self:
+        """Set the modules of the model to training mode, or to eval mode, as `nn.Module.train` does.
+
+        A new model is in training mode. `step` runs the model in its mode, `evaluate` in eval mode. Every rank must
+        make the same call.
+
+        Args:
+            mode: False for eval mode
+
+        Returns:
+            The Pipeline.
+
+        Raises:
+            RunError: if `mode` is not a bool, or batches are in flight in an asynchronous pipeline
+        """
+        if not isinstance(mode, bool):
+            hint = f"pipe.train() or pipe.train(False) for the mode; {_CALLS}"
+            raise RunError("mode must be True or False", got=type(mode).__name__, hint=hint)
+        self._check_drained()
+        self._part.captured.model.train(mode)
+        return self
 
     @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler given to the constructor."""
-        return self._loss_head.scaler
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._part.captured.model.training
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's stages."""
-        return self._part.device
+    # ----------------------------------------------------------------------------------------- gradients and parameters
 
-    @property
-    def num_replicas(self) -> int:
-        """The number of copies of the pipeline, which train on different samples."""
-        return self._part.groups.num_replicas
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`. A collective call.
+
+        Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
+
+        Args:
+            max_norm: the largest norm allowed
+            norm_type: the p of the p-norm; `float("inf")` for the largest entry
+
+        Returns:
+            The norm before scaling, the same on every rank.
+        """
+        if self._staleness is not None:
+            raise RunError(
+                "an asynchronous pipeline updates each stage by itself, so that the norm over all ranks is not known",
+                hint="clipping inside the optimizer's step, for each stage",
+            )
+        limit, power = check_clipping(max_norm, norm_type)
+        request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
+        scale = 1.0
+        if self._loss_head.scaler is not None:
+            try:
+                scale = self._loss_head.scaler.scale_of(self.parameters())
+            except RunError as error:
+                self._sync.refuse(request, error)
+                raise
+        # A parameter that several ranks have is counted by one of them and scaled by all.
+        gradients, copies = self._part.owned_gradients()
+        norm = global_norm(self._sync, request, gradients, power, copies) / scale
+        clip(self._part.gradients(), norm, limit)
+        self._sync.close()
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as `nn.Module.zero_grad` does.
+
+        Args:
+            set_to_none: False to set them to zero instead of None
+        """
+        for _, parameter in self.named_parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, tied ones once: for an optimizer.
@@ -635,17 +518,21 @@ class Pipeline:
         """This rank's parameters by their original names, tied ones once."""
         return iter(self._part.parameters.items())
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, as `nn.Module.zero_grad` does.
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise an error, on every rank, if ranks have optimizers of different classes or hyperparameters.
+
+        A collective call. `fit`, `save` and the Hugging Face trainer call it with the optimizer that they are given.
+        Hyperparameters of single parameter groups are not compared, as each rank has other parameters.
 
         Args:
-            set_to_none: False to set them to zero instead of None
+            optimizer: the optimizer of `pipe.parameters()`; None on a rank that has none
+
+        Raises:
+            RunError: with the hyperparameter and both ranks
         """
-        for _, parameter in self.named_parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        agreement = None if optimizer is None else Agreement.of_optimizer(optimizer)
+        self._sync.compare(SyncRequest("check_optimizer", self.num_steps), agreement)
+        self._sync.close()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""
@@ -680,6 +567,8 @@ class Pipeline:
         state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
         self._sync.close()
         return self._part.rows.join(state)
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def save(
         self,
@@ -731,22 +620,6 @@ class Pipeline:
         number = self.num_steps if step is None else step
         return self._saver.save(self.plan, number, SavedState(optimizer, scheduler, run), options)
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise an error, on every rank, if ranks have optimizers of different classes or hyperparameters.
-
-        A collective call. `fit`, `save` and the Hugging Face trainer call it with the optimizer that they are given.
-        Hyperparameters of single parameter groups are not compared, as each rank has other parameters.
-
-        Args:
-            optimizer: the optimizer of `pipe.parameters()`; None on a rank that has none
-
-        Raises:
-            RunError: with the hyperparameter and both ranks
-        """
-        agreement = None if optimizer is None else Agreement.of_optimizer(optimizer)
-        self._sync.compare(SyncRequest("check_optimizer", self.num_steps), agreement)
-        self._sync.close()
-
     def wait_for_save(self) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank. A collective call."""
         self._saver.wait(self.num_steps)
@@ -781,13 +654,59 @@ class Pipeline:
         self._mark_model_outdated()
         return loaded
 
-    def _own_optimizer(self, given: Any) -> Any:
-        """The optimizer to save or load: that of an asynchronous pipeline, which no other may replace."""
-        if self.optimizer is not None and given not in (None, self.optimizer):
-            raise RunError(
-                "optimizer must be that of the asynchronous pipeline", hint="leave out optimizer, or pipe.optimizer"
-            )
-        return given if self.optimizer is None else self.optimizer
+    # ------------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches per batch; may be changed between steps, on every rank."""
+        return self.plan.num_microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        self._check_drained()
+        self.plan = with_microbatches(self.plan, count)
+        self._engine, self._pull_back_engine = self._make_engine(), None
+
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether the loss is that of a `loss_fn`, and not returned by the model."""
+        return self._loss_fn is not None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler given to the constructor."""
+        return self._loss_head.scaler
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        return self._part.device
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the pipeline, which train on different samples."""
+        return self._part.groups.num_replicas
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the first replica, which prints and logs."""
+        return self._part.groups.is_first
+
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The maximum of each value over all ranks. A collective call.
+
+        Args:
+            *values: numbers, at most 4
+
+        Returns:
+            The maxima, the same on every rank.
+        """
+        if len(values) > MAX_REDUCED:
+            raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
+        request = SyncRequest("largest", self.num_steps, str(len(values)))
+        result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
+        self._sync.close()
+        return result.maxes[: len(values)]
 
     def describe(self) -> str:
         """The plan, the tensors that cross each cut, and this rank's stages and parameters, as text."""
@@ -813,6 +732,101 @@ class Pipeline:
             lines += ["", *staleness_lines(self.plan, self._staleness)]
         return "\n".join(lines)
 
+    # ------------------------------------------------------------------------------------ checks of arguments and state
+
+    def _checked_scale(self, scale: object) -> float:
+        """Convert the scale to a number; raises an error, on every rank, if it is not finite or is ambiguous."""
+        value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
+        error = self._ambiguous("scale")
+        if error is None and not is_finite(value):
+            error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
+        if error is not None:
+            self._refuse("step", error)
+        return float(value)  # type: ignore[arg-type]
+
+    def _checked_budget(self, call: str, budget_tokens: object, return_outputs: bool) -> int:
+        """Convert the token budget to an int; raises an error, on every rank, if it is not usable."""
+        value, error = as_int(budget_tokens), self._ambiguous("budget_tokens")
+        if error is not None:
+            self._refuse(call, error)
+        if value is None or value < 1:
+            self._refuse(call, RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens)))
+        if return_outputs:
+            problem = "budget_tokens does not combine with return_outputs: samples are reordered"
+            self._refuse(call, RunError(problem, hint="return_outputs=False, or leave out budget_tokens"))
+        if self._staleness is not None:
+            self._refuse(call, RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens"))
+        return value
+
+    def _check_losses(self, call: str, losses: object) -> None:
+        if (error := self._ambiguous("losses")) is not None:
+            self._refuse(call, error)
+        if call == "step" and isinstance(self._engine, AsyncEngine):
+            problem = "an asynchronous step ends before its losses are known"
+            self._refuse(call, RunError(problem, hint="the losses of the result"))
+        if not isinstance(losses, list):
+            got = type(losses).__name__
+            self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
+
+    def _check_split_loss(self, call: str, target: object, return_outputs: object) -> None:
+        """Refuse calls that need the logits of a split output layer."""
+        hint = "a plan with vocabulary_shards=None"
+        if return_outputs:
+            error = RunError("a split output layer has no whole logits to return as outputs", hint=hint)
+        elif target is None and self._inputs == "all":
+            error = RunError("a split output layer needs a target, because it computes the loss only", hint=hint)
+        else:
+            return
+        self._refuse(call, error)
+
+    def _ambiguous(self, name: str) -> RunError | None:
+        """The error for an option of `step` that the model's forward takes too; None if it does not."""
+        forward = self._part.captured.model.forward
+        parameters = inspect.signature(forward).parameters
+        unusable = f"{name}= of step and evaluate is not usable with this model"
+        if name in parameters:
+            hint = f"pass it to the model by position; {unusable}"
+            return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            # `kwargs["scale"]` and `kwargs.get("scale")` have the name as a constant of the function.
+            constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
+            if name in constants or any(value.name == name for value in self.plan.graph.inputs):
+                hint = f"another name for the argument of the model; {unusable}"
+                return RunError(f"{name} is ambiguous: the model's forward takes it in its **kwargs", hint=hint)
+        return None
+
+    def _refuse(self, call: str, error: RunError) -> NoReturn:
+        """Raise an error of the arguments of a call, on every rank."""
+        self._sync.refuse(SyncRequest(call, self.num_steps), error)
+        raise error
+
+    def _check_drained(self) -> None:
+        """Raise an error if batches are in flight: the ranks may not have made the same number of updates."""
+        if isinstance(self._engine, AsyncEngine):
+            self._engine.check_usable()
+            if not self._engine.is_empty:
+                raise RunError("batches are in flight in an asynchronous pipeline", hint="pipe.drain() before")
+
+    def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
+        if given is None:
+            return self._output_dims
+        check_output_dims(given)
+        is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
+        return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]
+
+    def _own_optimizer(self, given: Any) -> Any:
+        """The optimizer to save or load: that of an asynchronous pipeline, which no other may replace."""
+        if self.optimizer is not None and given not in (None, self.optimizer):
+            raise RunError(
+                "optimizer must be that of the asynchronous pipeline", hint="leave out optimizer, or pipe.optimizer"
+            )
+        return given if self.optimizer is None else self.optimizer
+
+    def _mark_model_outdated(self) -> None:
+        """Remember that the given model no longer has the weights that the ranks train."""
+        if self._stale_weights is not None:
+            self._stale_weights.is_stale = True
+
 
 def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
     """The user's parallelize_fn as a function of one stage; it is passed the mesh if it takes two arguments."""
@@ -826,7 +840,7 @@ def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callab
     return parallelize_fn if len(required) < 2 else lambda stage: parallelize_fn(stage, mesh)
 
 
-def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> ProcessGroups:
+def _process_groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> ProcessGroups:
     if local:
         return ProcessGroups.local(plan.num_ranks)
     if not dist.is_available() or not dist.is_initialized():
@@ -861,61 +875,3 @@ def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[n
         return shard_vocabulary(model, head, num_shards, loss_fn), None
     except AttributeError:
         raise PlanError("the plan is for another model", module=head, hint="plan this model") from None
-
-
-def _agree_on_plan(
-    model: nn.Module,
-    plan: Plan,
-    groups: ProcessGroups,
-    sync: RankSync,
-    loss_fn: object,
-    options: RunOptions,
-    **choices: Any,
-) -> Plan:
-    """Compare the arguments of all ranks, and return the plan that all of them follow.
-
-    Ranks that searched for a plan with the same options may have different plans, because their measurements, or the
-    lengths of their example batches, differ: then all ranks follow that of the first rank.
-    """
-    summary, graph = _plan_summary(plan), plan.graph
-    given = {
-        **(dict(plan.search.asked) or summary),
-        "loss_fn": "none" if loss_fn is None else "given",
-        **{name: repr(value) for name, value in choices.items()},
-        "seed": options.seed,
-        "nonfinite": options.nonfinite,
-        "check_inputs_every": options.check_inputs_every,
-        "check_model": options.check_model,
-        "restore_gradients": options.restore_gradients,
-        "max_active_stages": options.max_active_stages,
-        "transport": options.transport,
-        "version of penstock": version("penstock"),
-        "version of torch": str(torch.__version__),
-        "version of Python": ".".join(map(str, sys.version_info[:2])),
-        # The model without the shapes of its values: ranks may have planned with batches of different lengths.
-        **{
-            f"parameter {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for name, tensor in model.named_parameters(remove_duplicate=False)
-        },
-        "model": f"{len(graph.nodes)} nodes, {graph.model_fingerprint[:_DIGITS]}",
-    }
-    plan_digest = _digest(repr((summary, graph.fingerprint)).encode())
-    if sync.establish(Agreement.of_options(given), int(plan_digest, 16)):
-        return plan
-    return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
-
-
-def _plan_summary(plan: Plan) -> dict[str, object]:
-    """The parts of a plan that all ranks must share."""
-    schedule, stages = plan.orders, plan.partition.stages
-    return {
-        "number of microbatches": plan.num_microbatches,
-        "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",
-        "placement": [schedule.placement[stage] for stage in range(plan.num_stages)],
-        "stages": f"{len(stages)} of {list(map(len, stages))} nodes {_digest(repr(stages).encode())}",
-        "recompute": list(plan.choices.recompute),
-    }
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGITS]

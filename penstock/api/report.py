@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -39,7 +39,9 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 def _other_orders(plan: Plan) -> Iterator[Advice]:
     """The best other schedule of the table, and a synthesised order if it is better still."""
     seconds = plan.predicted.makespan
-    if fitting := {name: trace.makespan for name, trace in table_traces(plan).items() if _fits(plan, trace)}:
+    traces = table_traces(plan)
+    peaks = {name: [trace.peak_bytes(rank) for rank in range(trace.num_ranks)] for name, trace in traces.items()}
+    if fitting := {name: trace.makespan for name, trace in traces.items() if _fits(plan.cluster, peaks[name])}:
         name = min(fitting, key=lambda each: fitting[each])
         seconds = min(seconds, fitting[name])
         yield _advice(plan, f"schedule {name}", fitting[name], "the same cuts in another order")
@@ -81,7 +83,7 @@ def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
     if (shapes[0][0] if shapes else 1) % 2 == 0:
         with suppress(PenstockError):
             halved = with_microbatches(replace(plan, costs=plan.costs.scaled(0.5)), count)
-            if not halved.cluster.limits or _within(halved.predicted.peaks, halved.cluster.limits):
+            if _fits(halved.cluster, halved.predicted.peaks):
                 note = "the same batch; holds if half a microbatch takes half the time"
                 yield _advice(plan, f"{count} microbatches", halved.predicted.makespan, note)
 
@@ -91,7 +93,7 @@ def _larger_batch(plan: Plan) -> Iterator[Advice]:
     count = 2 * plan.num_microbatches
     with suppress(PenstockError):
         longer = with_microbatches(plan, count)
-        if not longer.cluster.limits or _within(longer.predicted.peaks, longer.cluster.limits):
+        if _fits(longer.cluster, longer.predicted.peaks):
             note = f"{count} microbatches of the same size; seconds are for as many samples as now"
             yield _advice(plan, "twice the batch", longer.predicted.makespan / 2, note)
 
@@ -132,6 +134,7 @@ _CHANGES = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _link
 def _run(
     plan: Plan, schedule: Schedule | Program, costs: StageCosts | None = None, cluster: Cluster | None = None
 ) -> Trace:
+    """The trace of another order, or with other costs or links."""
     return simulate_program(lower(schedule, cuts=plan.cuts), costs or plan.costs, cluster or plan.cluster)
 
 
@@ -139,13 +142,9 @@ def _advice(plan: Plan, change: str, seconds: float, note: str) -> Advice:
     return Advice(change, seconds, 1 - seconds / plan.predicted.makespan, note)
 
 
-def _fits(plan: Plan, trace: Trace) -> bool:
-    peaks = tuple(trace.peak_bytes(rank) for rank in range(trace.num_ranks))
-    return not plan.cluster.limits or _within(peaks, plan.cluster.limits)
-
-
-def _within(peaks: tuple[int, ...], limits: tuple[int, ...]) -> bool:
-    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+def _fits(cluster: Cluster, peaks: Sequence[int]) -> bool:
+    """Whether no rank exceeds its memory."""
+    return not cluster.limits or all(peak <= limit for peak, limit in zip(peaks, cluster.limits, strict=True))
 
 
 class ReportPage(str):

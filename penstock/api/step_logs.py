@@ -220,6 +220,7 @@ class StepLogs:
         return self._for_each(lambda log: log.close())
 
     def _for_each(self, act: Callable[[StepLog], Any]) -> list[str]:
+        # Logs are opened by the first call, once a checkpoint has set `run_id`.
         if self._logs is None:
             self._logs = {target: make_log(target, self.run_id) for target in self._targets}
         messages = []

@@ -296,12 +296,14 @@ class _Loop:
             self._messages.append(self._log.slow_ranks())
             if self._on_step is not None:
                 tokens = sum(size_of(call)[1] for call in group)
-                self._on_step(_report(self._log.steps, options.steps, tokens, outcome, int(memory), self._messages))
+                report = _step_report(self._log.steps, options.steps, tokens, outcome, int(memory), self._messages)
+                self._on_step(report)
         self._messages.clear()
         self._log.check()
         return bool(signalled or stopped)
 
     def _set_lr(self) -> None:
+        """Set the learning rates of this step, if they follow a schedule."""
         if not self._options.changes_lr:
             return
         factor = self._options.lr_factor(self._step)
@@ -457,7 +459,7 @@ class _StepOutcome(NamedTuple):
     """whether a skipped step counts towards the number that ends the training"""
 
 
-def _report(
+def _step_report(
     steps: list[StepMetrics],
     num_steps: int | None,
     tokens: int,
@@ -465,6 +467,7 @@ def _report(
     memory: int,
     notes: Sequence[str],
 ) -> StepReport:
+    """The report of the last of `steps`; `num_steps` is the total number of steps, if it is known."""
     # The first step also records the model and warms caches, so it is not representative.
     usual = statistics.median(metrics.seconds for metrics in steps[1:] or steps)
     eta = None if num_steps is None else (num_steps - steps[-1].step - 1) * usual

@@ -117,6 +117,7 @@ class AutoPipelineConfig:
         return DeviceMesh(mesh.device_type, moved.reshape(sizes), mesh_dim_names=("dp", "pp", *shared))
 
     def _check_meshes(self) -> None:
+        """Raise PlanError for a mesh without the named axes, or with axes that the pipeline would ignore."""
         mesh = self.world_mesh
         if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
             got = type(mesh).__name__ if not isinstance(mesh, DeviceMesh) else "a mesh without names"
@@ -167,6 +168,7 @@ class AutoPipelineConfig:
             _check_axes(self.moe_mesh, "moe_mesh", field, (value,) if isinstance(value, str) else tuple(value))
 
     def _check_choices(self) -> None:
+        """Raise PlanError for other fields with wrong values, or that exclude each other."""
         name, csv = self.pp_schedule, self.pp_schedule_csv
         if name is None and csv is None:
             hint = 'pp_schedule="1f1b", or pp_schedule_csv="orders.csv"'

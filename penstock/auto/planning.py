@@ -38,6 +38,7 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
 
 
 def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | Program | None:
+    """The orders of `pp_schedule_csv`, which must have the configured sizes; None without it."""
     if config.pp_schedule_csv is None:
         return None
     schedule = read_schedule(config.pp_schedule_csv)
@@ -196,6 +197,7 @@ def example_of(
 
 
 def _dummy_batch(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool) -> dict[str, Tensor]:
+    """A batch of equal samples, the first of `dummy_inputs`, which every model of transformers has."""
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, Mapping):
         kind = type(model).__name__

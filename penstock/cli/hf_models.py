@@ -60,6 +60,7 @@ def build_hf_model(name: str, example: Example) -> tuple[Any, tuple[Any, ...], d
 
 
 def _instantiate(name: str, model_class: Any, config: Any, device: str) -> Any:
+    """Construct the model with random weights of the configured dtype; `name` is for errors."""
     import torch
 
     torch.manual_seed(0)
@@ -77,6 +78,7 @@ def _instantiate(name: str, model_class: Any, config: Any, device: str) -> Any:
 
 
 def _read_config(name: str) -> Any:
+    """The configuration that a name stands for: a directory, a file, a model type, or a model in the local cache."""
     path = Path(name)
     if not name:
         raise PenstockError("hf: needs a model name", got="hf:", hint="hf:llama, or hf:DIRECTORY with a config.json")
@@ -95,6 +97,7 @@ def _read_config(name: str) -> Any:
 
 
 def _config_from_file(path: Path) -> Any:
+    """The configuration of a config.json whose model type the installed library knows."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -200,6 +203,7 @@ def _example_batch(model: Any, labels: str, example: Example) -> dict[str, Any]:
 
 
 def _num_tokens(config: Any, example: Example) -> int:
+    """Tokens of a sample: as asked for, or the default, within the positions of the model."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if example.sequence is None:
         return min(_TOKENS, positions or _TOKENS)
@@ -211,6 +215,7 @@ def _num_tokens(config: Any, example: Example) -> int:
 
 
 def _label_shape(kind: str, config: Any, example: Example) -> tuple[tuple[int, ...], int]:
+    """The shape of labels of a kind in HEADS, and the number of classes or tokens that they are below."""
     if kind == "class":
         return (example.batch,), config.num_labels
     positions = getattr(config, "max_target_positions", None)

@@ -362,7 +362,7 @@ def make_plan(
     samples of the batch. With `device`, the model is measured there. With `loss`, the batch is that of the loss.
     """
     import penstock
-    from penstock.api.plan import Examples
+    from penstock.api.example_batch import ExampleBatch
     from penstock.batches import Batch, BatchSplitter
     from penstock.loss import has_parameters
     from penstock.views import TIES_WEIGHTS
@@ -413,7 +413,7 @@ def make_plan(
             args, kwargs, batch_target = shares[0].args, shares[0].kwargs, shares[0].target
         arguments["target"] = batch_target
         if isinstance(microbatches, int) and microbatches > 1:
-            samples = Examples(model, args, kwargs).num_samples(microbatches)
+            samples = ExampleBatch(model, args, kwargs).num_samples(microbatches)
             if samples < microbatches:
                 # Empty microbatches would be measured as full ones.
                 hint = f"--microbatches {samples}, or a batch with more samples"

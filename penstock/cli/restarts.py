@@ -47,6 +47,7 @@ def check_min_ranks(flags: CheckpointFlags, ranks: int) -> None:
 
 
 def _check_directory(directory: Path, resume: str | None) -> None:
+    """Create the directory of the checkpoints; refuses one with checkpoints that the run would mix with its own."""
     from penstock.checkpoint import CheckpointDir, find_checkpoints, is_checkpoint, step_of
 
     if directory.exists() and not directory.is_dir():
@@ -92,6 +93,7 @@ def locked(directory: Path | None) -> Iterator[None]:
 
 
 def _lock(number: int, directory: Path) -> None:
+    """Lock an open directory; raises PenstockError if another run keeps its lock for _LOCK_SECONDS."""
     end = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -122,6 +124,7 @@ def saved_plan(source: Path | None) -> SavedPlan | None:
 
 
 def _first_plan(checkpoints: list[Path]) -> SavedPlan | None:
+    """The plan of the first checkpoint that is not damaged."""
     from penstock.checkpoint import PLAN, RUN, CheckpointReader, VanishedError, check_digests
     from penstock.ir import Plan, from_json
 

@@ -119,6 +119,7 @@ def train(
 
 
 def _train_local(job: Job, choice: "PlanChoice") -> "Run | None":
+    """Train on processes of this machine; None if a stop was requested before a restart."""
     from penstock.launch import check_devices, forward_stop_signals
 
     plan = choice.first()
@@ -155,6 +156,7 @@ def _status_directory(out: Path | None) -> Iterator[Path]:
 
 
 def _train_under_torchrun(job: Job, choice: "PlanChoice") -> "Run | None":
+    """Train as one rank; the Run on rank 0, None on others."""
     import torch.distributed as dist
 
     from penstock.ir import Run, from_json

@@ -332,6 +332,7 @@ def _batches_from(data: UserFunction, number: int, device: Any) -> Iterator[Any]
 
 
 def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
+    """The batches; errors of the user's iterator name the line, those of the loop that uses the batches do not."""
     iterator = iter(batches)
     while True:
         with user_errors(f"the function {data.name} failed", data.path):
@@ -354,6 +355,7 @@ def _callback(callback: UserFunction) -> Callable[[Any], None]:
 
 @contextmanager
 def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | None]:
+    """The function that --loss names; None without it."""
     from torch.nn import functional
 
     if target is None:

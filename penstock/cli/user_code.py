@@ -71,6 +71,7 @@ def user_errors(problem: str, path: Path, kind: type[PenstockError] = PenstockEr
 
 
 def _parse(target: str) -> tuple[Path, str]:
+    """The existing file and the name of FILE.py:FUNCTION."""
     file, colon, name = target.rpartition(":")
     if not colon or not file or not name:
         hint = "FILE.py:FUNCTION, such as model.py:build, or hf:NAME, such as hf:llama"
@@ -91,6 +92,7 @@ def _parse(target: str) -> tuple[Path, str]:
 
 
 def _load(path: Path, module_name: str) -> ModuleType:
+    """Run the file as a module of that name."""
     if module_name in sys.modules:  # another function of the same file is in use
         return sys.modules[module_name]
     spec = spec_from_file_location(module_name, path)

@@ -82,6 +82,7 @@ def partition_balanced(
 def _check_arguments(
     flat_sequence: Entries, num_stages: int | None, stage: int | None
 ) -> tuple[list[Callable[..., Any]], int, int]:
+    """The entries, the number of stages and the stage, by default those of the topology."""
     entries = list(flat_sequence)
     stages = topology.get_pp_size() if num_stages is None else as_int(num_stages)
     index = topology.get_pp_rank() if stage is None else as_int(stage)

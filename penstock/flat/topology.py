@@ -82,6 +82,7 @@ class Grid:
 
 
 def _dimension(entry: Sequence[object]) -> tuple[str, int]:
+    """The name and size of a dimension; sizes may be floats such as `world / 2`."""
     if isinstance(entry, str) or len(entry) != 2:
         raise RunError("a dimension must be a pair of a name and a size", got=repr(entry), hint=_EXAMPLE)
     name, size = entry

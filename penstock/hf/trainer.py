@@ -271,6 +271,7 @@ class PipelineMixin:
         return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
     def _step(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Run forward and backward of this replica's samples; returns the loss."""
         if self._has_own_loss():
             if self._budget:
                 hint = "a model that returns its loss, without compute_loss, compute_loss_func or label smoothing"

@@ -276,6 +276,7 @@ def _input_only_runs(graph: Graph, atom: list[int], home: list[int]) -> Pairs:
 
 
 def _values(graph: Graph, atom: list[int]) -> Values:
+    """The values that nodes of atoms make; those of input-only nodes are never sent."""
     number: dict[str, int] = {}
     maker: list[int] = []
     forward: list[int] = []
@@ -301,6 +302,7 @@ def _values(graph: Graph, atom: list[int]) -> Values:
 
 
 def _tensors(graph: Graph, runs: Pairs, training: TrainingState) -> Tensors:
+    """Parameters and buffers with the atoms that use them; `runs` are the nodes that each atom runs."""
     state = [*((value, True) for value in graph.parameters), *((value, False) for value in graph.buffers)]
     number = {value.name: index for index, (value, _) in enumerate(state)}
     size = np.array([value.spec.bytes for value, _ in state], dtype=np.float64)
@@ -317,6 +319,7 @@ def _tensors(graph: Graph, runs: Pairs, training: TrainingState) -> Tensors:
 
 
 def _saved(graph: Graph, profile: Profile, runs: Pairs) -> SavedValues:
+    """The values that are held for the backward with the atoms that save them, if the profile has measured them."""
     if not profile.held:
         return SavedValues(np.zeros(0), Incidence.of([], []), False)
     # Values that share storage go by the first name of that storage.

@@ -304,6 +304,7 @@ class Runs:
 
     @cached_property
     def _received(self) -> tuple[SharedWeights, SharedWeights]:
+        """Of values from earlier stages, and of their gradients."""
         values = self.atoms.values
         forward, backward = (
             SharedWeights.of(values.uses, weights, len(self.atoms), values.maker)
@@ -313,6 +314,7 @@ class Runs:
 
     @cached_property
     def _sent(self) -> tuple[SharedWeights, SharedWeights]:
+        """Of values that later stages read, each once, and of their gradients."""
         values = self.atoms.values
         last = np.full(len(values.maker), -1, dtype=np.int64)
         np.maximum.at(last, values.uses.item, np.minimum(values.uses.atom, len(self.atoms) - 1))

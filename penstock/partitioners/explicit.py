@@ -66,6 +66,7 @@ def _check_names(modules: Any) -> None:
 
 
 def _owners(graph: Graph, stages: Any) -> dict[str, int]:
+    """The stage of each named module; of one that depends on inputs only, the first that names it."""
     owner: dict[str, int] = {}
     if not isinstance(stages, Iterable) or isinstance(stages, str):
         raise PartitionError("stages must be lists of module names", got=repr(stages))

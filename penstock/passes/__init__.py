@@ -71,6 +71,7 @@ def lower(
         program = schedule if cuts is None else schedule.with_cuts(cuts)
         known = set(program.table.kinds.tolist())
         for step in chosen:
+            # A pass that is not in _ADDED would change the given order of messages: it is not run.
             added = _ADDED.get(type(step), known)
             program = cast(ProgramPass, step)(program) if not added & known else program
         return program
@@ -81,6 +82,7 @@ def lower(
 
 
 def _find_pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
+    """The pass of a name, with its default options and the cuts, or the given pass itself."""
     if isinstance(entry, AddTransfers) and cuts not in (None, entry.cuts):
         raise ScheduleError("cuts are given twice, to lower and to AddTransfers", hint="give them to one of the two")
     if isinstance(entry, Pass):

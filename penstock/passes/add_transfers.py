@@ -68,6 +68,7 @@ class AddTransfers(Pass):
 
 
 def _check_all_made(dependencies: Dependencies) -> None:
+    """Raise ScheduleError if an action needs a value that no action of the schedule makes."""
     if (dependencies.needed < 0).any():
         row = int(np.argmax(dependencies.needed < 0))
         raise ScheduleError(

@@ -124,6 +124,7 @@ def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
 
 
 def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[Tensor]:
+    """Split a tensor into parts equal to within one row; `name` is that of the argument, for errors."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise RunError(
             "a tensor must have the dimension that it is split along",
@@ -207,6 +208,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any) -> Any:
 
 
 def _merge(chunks: Sequence[Any], spec: Any, name: str) -> Any:
+    """Merge one output, or the entries of a container by their own specs."""
     first = chunks[0]
     if isinstance(spec, _CustomReducer):
         merged = spec.init_value

@@ -226,6 +226,7 @@ class TracedStage(Stage):
 
 
 def _check_shapes(graph: Graph, values: Mapping[str, Any]) -> None:
+    """Refuse values of other shapes or dtypes than when the model was recorded."""
     for name, value in values.items():
         spec = graph.spec(name)
         found = spec_of(value) if isinstance(value, Tensor) else None

@@ -206,6 +206,7 @@ class _PipelineSchedule:
         return self._run(given, False)
 
     def _run(self, given: _StepArguments, is_training: bool) -> Any:
+        """Run one batch: split it, agree on the step with all ranks, execute the program, merge the outputs."""
         engine = self._started_engine()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         request = SyncRequest("step" if is_training else "eval", number)

@@ -5,7 +5,7 @@ candidates.py               layouts (cuts and placement) for the options, and pl
 plan_search.py              `search`: the best candidate within a budget of seconds
 explain.py                  why the plan was chosen, why others lost, why none fits
 synthesis/                  orders made for given costs, and lower bounds of any order
-device_search.py            `search_devices`: replicas x pipeline ranks x tensor parallelism over a number of devices
+device_search.py            `DeviceSearch`: replicas x pipeline ranks x tensor parallelism over a number of devices
 tensor_parallel_costs.py    the costs of stages whose tensors are split over ranks
 resize.py                   plans and profiles for other numbers and sizes of microbatches
 token_groups.py             microbatches of at most N padded tokens, and their order
@@ -16,8 +16,8 @@ what_if.py                  where the time of a recording goes, and what would b
 """
 
 from penstock.planner.candidates import Measured
-from penstock.planner.device_search import DevicePool, compare_layouts, predict_layout, search_devices
-from penstock.planner.options import AUTO, PlanOptions
+from penstock.planner.device_search import DevicePool, DeviceSearch
+from penstock.planner.options import AUTO, PartitionerChoice, PlanOptions, ScheduleChoice
 from penstock.planner.plan_search import search
 from penstock.planner.recorded_training import RecordedPass, RecordedStep, RecordedTraining
 from penstock.planner.recording_files import read_recording

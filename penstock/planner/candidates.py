@@ -360,6 +360,7 @@ def _cut(
 def _layout(
     measured: Measured, partition: Partition, placement: Placement, count: int, options: PlanOptions, name: str
 ) -> StageLayout:
+    """The layout of these cuts on this placement; `name` is that of the partitioner."""
     if partition.num_stages != placement.num_stages:
         raise PlanError(
             "the partition must have as many stages as the schedule",

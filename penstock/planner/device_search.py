@@ -94,49 +94,17 @@ class DevicePool:
         return replace(cluster, memory=self.memory, replicas=replicas)
 
 
-def search_devices(
-    measured: Mapping[int, Measured],
-    options: PlanOptions,
-    pool: DevicePool,
-    samples: int,
-    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
-    on_progress: OnProgress | None = None,
-) -> Plan:
-    """Returns the plan of the best division; its `search.layouts` has all of them, with the reason why each lost.
+class DeviceSearch:
+    """The layouts of devices for one batch: all of them, those that are simulated, and the best, which are planned.
 
-    `measured` is by the samples of a microbatch, `samples` are those of the whole batch. The ranks, memory and
-    microbatches of the options are not used. Raises FitError if no division fits, and PlanError if none suits the
-    batch.
+    Args:
+        measured: the model, by the samples of a microbatch
+        options: those of the plan; ranks, memory and microbatches are not used, as every layout has its own
+        pool: the devices
+        samples: the samples of the whole batch, of all replicas
+        tensor_parallel: the degrees of tensor parallelism that are compared
+        on_progress: called with the milliseconds spent and those of the budget
     """
-    return _DeviceSearch(measured, options, pool, samples, tensor_parallel, on_progress).best()
-
-
-def compare_layouts(
-    measured: Mapping[int, Measured],
-    options: PlanOptions,
-    pool: DevicePool,
-    samples: int,
-    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
-) -> tuple[DeviceLayout, ...]:
-    """Returns the layouts that `search_devices` compares, simulated, the best first; none is planned further."""
-    fitting, lost = _DeviceSearch(measured, options, pool, samples, tensor_parallel).compared()
-    return (*fitting, *lost)
-
-
-def predict_layout(
-    measured: Mapping[int, Measured],
-    options: PlanOptions,
-    pool: DevicePool,
-    layout: DeviceLayout,
-    tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
-) -> DeviceLayout:
-    """Returns one layout with its predicted step; `lost` says why it has none, or does not fit."""
-    samples = layout.samples * layout.microbatches * layout.replicas
-    return _DeviceSearch(measured, options, pool, samples, tensor_parallel).simulated(layout)
-
-
-class _DeviceSearch:
-    """The search in its order: all layouts, those that are simulated, and the best ones, which are planned."""
 
     def __init__(
         self,
@@ -144,7 +112,7 @@ class _DeviceSearch:
         options: PlanOptions,
         pool: DevicePool,
         samples: int,
-        tensor_parallel: TensorParallel,
+        tensor_parallel: TensorParallel = TensorParallel(),  # noqa: B008
         on_progress: OnProgress | None = None,
     ) -> None:
         if not isinstance(options.schedule, str):
@@ -156,7 +124,11 @@ class _DeviceSearch:
         self._start = time.monotonic()
 
     def best(self) -> Plan:
-        """The plan of the best layout: the best layouts of some divisions are planned with all schedules."""
+        """The plan of the best layout; its `search.layouts` has all of them, with the reason why each lost.
+
+        The best layouts of some divisions are planned with all schedules. Raises FitError if no division fits, and
+        PlanError if none suits the batch.
+        """
         fitting, lost = self.compared()
         best_of_division: dict[tuple[int, ...], DeviceLayout] = {}
         for layout in fitting:
@@ -170,8 +142,9 @@ class _DeviceSearch:
             if found and not left:
                 break
             plan = self._planned(layout, left / (len(refined) - nth))
-            found.append((plan, self._with_plan(layout, plan)))
-        refined = refined[: len(found)]
+            predicted = self._with_prediction(layout, plan, plan.predicted.makespan, plan.predicted.bubble)
+            found.append((plan, replace(predicted, schedule=plan.choices.schedule)))
+        refined = refined[: len(found)]  # the others were not planned, as the budget was spent
         plan, chosen = min(found, key=lambda pair: pair[0].predicted.makespan)
         others = [layout for _, layout in found if layout is not chosen]
         others += [layout for layout in fitting if layout not in refined]
@@ -181,7 +154,7 @@ class _DeviceSearch:
         return replace(plan, graph=whole, search=replace(plan.search, layouts=(chosen, *others, *lost)))
 
     def compared(self) -> tuple[list[DeviceLayout], list[DeviceLayout]]:
-        """The layouts that fit, the fastest first, with the schedules that are tried first; and those that lost."""
+        """The layouts that fit, simulated and the fastest first, and those that lost; none is planned further."""
         candidates = list(self._divisions())
         if not any(layout.microbatches for layout in candidates):
             hint = "a batch that is a multiple of the replicas"
@@ -203,7 +176,9 @@ class _DeviceSearch:
             elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
                 lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
             else:
-                self._report()
+                if self._on_progress is not None:
+                    whole = 1000 * self._options.budget_seconds
+                    self._on_progress(round(min(whole, 1000 * (time.monotonic() - self._start))), round(whole))
                 layout = self.simulated(layout)
                 (lost if layout.lost else fitting).append(layout)
         if not fitting:
@@ -298,7 +273,7 @@ class _DeviceSearch:
     # Simulated layouts
 
     def simulated(self, layout: DeviceLayout) -> DeviceLayout:
-        """The layout with its predicted step, or with the reason in `lost`."""
+        """The layout with its predicted step; `lost` says why it has none, or does not fit."""
         # Two periods of the schedule more than the shortest step that has a steady state.
         period, count = layout.ranks, layout.microbatches
         counts = [2 * period + count % period + each * period for each in range(3)]
@@ -322,14 +297,7 @@ class _DeviceSearch:
                 step = plan.predicted.makespan
         # Work of all ranks is proportional to the microbatches.
         busy = (1 - plan.predicted.bubble) * plan.predicted.makespan * count / plan.num_microbatches
-        layout = replace(
-            layout,
-            recomputed=sum(plan.choices.recompute),
-            makespan=step,
-            bubble=max(0.0, 1 - busy / step) if step else 0.0,
-            peak=max(plan.predicted.peaks),
-            mfu=self._mfu(layout, step),
-        )
+        layout = self._with_prediction(layout, plan, step, 1 - busy / step if step else 0.0)
         if excess_bytes(plan) > 0:
             limit = bytes_text(self._pool.memory or 0)
             return replace(layout, lost=f"needs {bytes_text(layout.peak)} of {limit} per rank")
@@ -379,24 +347,20 @@ class _DeviceSearch:
             return plan
         return replace(compared.plan, search=Search(asked=plan.search.asked))
 
-    def _with_plan(self, layout: DeviceLayout, plan: Plan) -> DeviceLayout:
-        """The layout with the prediction of its plan."""
-        predicted = plan.predicted
+    def _with_prediction(self, layout: DeviceLayout, plan: Plan, step: float, bubble: float) -> DeviceLayout:
+        """The layout with the recomputation and memory of its plan, and a step of that many seconds."""
+        mfu = None
+        flops = self._measured[layout.samples].profile.model_flops * layout.microbatches * layout.replicas
+        if flops and step and self._pool.peak_flops is not None:
+            mfu = flops / (step * self._pool.peak_flops * self._pool.devices)
         return replace(
             layout,
-            schedule=plan.choices.schedule,
             recomputed=sum(plan.choices.recompute),
-            makespan=predicted.makespan,
-            bubble=max(0.0, predicted.bubble),
-            peak=max(predicted.peaks),
-            mfu=self._mfu(layout, predicted.makespan),
+            makespan=step,
+            bubble=max(0.0, bubble),
+            peak=max(plan.predicted.peaks),
+            mfu=mfu,
         )
-
-    def _mfu(self, layout: DeviceLayout, seconds: float) -> float | None:
-        flops = self._measured[layout.samples].profile.model_flops * layout.microbatches * layout.replicas
-        if not flops or not seconds or self._pool.peak_flops is None:
-            return None
-        return flops / (seconds * self._pool.peak_flops * self._pool.devices)
 
     def _no_fit(self, lost: Sequence[DeviceLayout]) -> FitError:
         """The error, with the layout that lacks the least memory."""
@@ -409,11 +373,6 @@ class _DeviceSearch:
         ways += ["shard_optimizer=True"] if options.training.optimizer != "none" and not options.shard_optimizer else []
         problem = f"no division of {self._pool.devices} devices fits; nearest, {where}: {nearest.lost}"
         return FitError(problem, hint=f"{', '.join(ways[:-1])}, or {ways[-1]}")
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            whole = 1000 * self._options.budget_seconds
-            self._on_progress(round(min(whole, 1000 * (time.monotonic() - self._start))), round(whole))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ from penstock.schedules import find as find_schedule
 
 RECOMPUTE = ("none", "full", "auto")
 AUTO = "auto"
+ScheduleChoice = str | Path | Schedule | Program
+"""a name, a Schedule, a Program, or a CSV file or its text; one with messages is run as it is"""
+PartitionerChoice = str | Partition | Division | Sequence[Sequence[str]]
+"""a name, a Partition, a Division with its placement, or lists of module names per stage"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class PlanOptions:
     """number of ranks, or a Cluster with their memory, slowness and links"""
     microbatches: int | str = AUTO
     """microbatches per batch"""
-    schedule: str | Path | Schedule | Program = AUTO
-    """a name, a Schedule, a Program, or a CSV file or its text; one with messages is run as it is"""
-    partitioner: str | Partition | Division | Sequence[Sequence[str]] = AUTO
-    """a name, a Partition, a Division with its placement, or lists of module names per stage"""
+    schedule: ScheduleChoice = AUTO
+    """the order of passes; stored as a name of the table, a Schedule or a Program"""
+    partitioner: PartitionerChoice = AUTO
+    """how the model is cut"""
     stages_per_rank: int | None = None
     """None: the best number"""
     memory: int | str | None = None
@@ -78,8 +82,8 @@ class PlanOptions:
             # The search over devices replaces the cluster, and with it the number of shards.
             sharded = replace(self.training, optimizer_shards=self.cluster.replicas.count)
             object.__setattr__(self, "training", sharded)
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
-        object.__setattr__(self, "partitioner", _partitioner(self.partitioner))
+        object.__setattr__(self, "schedule", _checked_schedule(self.schedule))
+        object.__setattr__(self, "partitioner", _checked_partitioner(self.partitioner))
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -115,13 +119,14 @@ class PlanOptions:
 
 
 def _count(name: str, given: object, hint: str) -> int:
+    """The option as an int, 1 or more."""
     number = as_int(given) if not isinstance(given, str) else None
     if number is None or number < 1:
         raise PlanError(f"{name} must be a whole number, 1 or more", got=repr(given), hint=hint)
     return number
 
 
-def _schedule(given: object) -> str | Schedule | Program:
+def _checked_schedule(given: object) -> str | Schedule | Program:
     """The name as in the table, or the orders themselves, which must be complete; a CSV is read."""
     if isinstance(given, Path) or (isinstance(given, str) and (given.endswith(".csv") or "\n" in given)):
         given = read_schedule(given)
@@ -134,7 +139,7 @@ def _schedule(given: object) -> str | Schedule | Program:
     return AUTO if given.lower() == AUTO else find_schedule(given).name
 
 
-def _partitioner(given: object) -> str | Partition | Division | Sequence[Sequence[str]]:
+def _checked_partitioner(given: object) -> PartitionerChoice:
     """The name as in the table, or the stages themselves."""
     if isinstance(given, str):
         return find_partitioner(given).name
@@ -145,4 +150,5 @@ def _partitioner(given: object) -> str | Partition | Division | Sequence[Sequenc
 
 
 def _digest(given: object) -> str:
+    """A short text that differs for different schedules or stages that the user gave."""
     return f"given, {hashlib.sha256(repr(given).encode()).hexdigest()[:12]}"

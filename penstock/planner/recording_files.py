@@ -68,6 +68,7 @@ def _only(files: Sequence[Path], recording: RecordedTraining) -> RecordedTrainin
 
 
 def _read(path: Path) -> str:
+    """The text of a file, which may be compressed with gzip."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read(MAX_JSON_BYTES + 1)
@@ -225,30 +226,8 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
     A log has the seconds of all microbatches together, so that each counts as the mean; the order is taken to be 1F1B.
     Every rank is a stage, unless the arguments of Megatron, at the beginning of the log, say otherwise.
     """
-    # Of each iteration, the seconds of all passes by kind and rank, and its own seconds.
-    totals: list[dict[tuple[str, int], float]] = []
-    seconds: list[float | None] = []
-    kind, has_ranges = "", False
-    for line in text.splitlines():
-        if iteration := _ITERATION.search(line):
-            seconds.append(float(iteration[1]) * _MILLI)
-            totals.append({})
-        elif timer := _TIMER.match(line):
-            kind, has_ranges = _OPERATIONS[timer[1]], has_ranges or "(" in timer[2]
-            if not totals:
-                seconds.append(None)
-                totals.append({})
-        elif kind and (own := _RANK.match(line)):
-            totals[-1][kind, int(own[1])] = float(own[2]) * _MILLI
-        elif line.strip() and not line.lstrip().startswith("rank"):
-            kind = ""
-    # Iterations may be logged more often than timers.
-    seconds = [taken for taken, each in zip(seconds, totals, strict=True) if each]
-    totals = [each for each in totals if each]
-    if not totals:
-        hint = "--timing-log-level 2 --timing-log-option all, which logs the timers of every rank"
-        problem = "the log has only the range over all ranks" if has_ranges else "the log has no timers of passes"
-        raise FormatError(problem, file=path, hint=hint)
+    iterations = _megatron_timers(path, text)
+    totals = [each for _, each in iterations]
     if microbatches is None:
         hint = "--microbatches 8: the global batch size divided by micro-batch size and replicas"
         raise FormatError("a log does not have the number of microbatches", file=path, hint=hint)
@@ -280,8 +259,32 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
                     )
             steps.append(RecordedStep(number, replica, tuple(passes)))
     recording = RecordedTraining(str(path), tuple(steps))
-    known = tuple(taken for taken in seconds if taken is not None)
-    return _with_simulated_starts(recording, known if len(known) == len(seconds) else ())
+    known = tuple(seconds for seconds, _ in iterations if seconds is not None)
+    return _with_simulated_starts(recording, known if len(known) == len(iterations) else ())
+
+
+def _megatron_timers(path: Path, text: str) -> list[tuple[float | None, dict[tuple[str, int], float]]]:
+    """Of each logged iteration its seconds, if they are known, and the seconds of all passes by kind and rank."""
+    found: list[tuple[float | None, dict[tuple[str, int], float]]] = []
+    kind, has_ranges = "", False
+    for line in text.splitlines():
+        if iteration := _ITERATION.search(line):
+            found.append((float(iteration[1]) * _MILLI, {}))
+        elif timer := _TIMER.match(line):
+            kind, has_ranges = _OPERATIONS[timer[1]], has_ranges or "(" in timer[2]
+            if not found:
+                found.append((None, {}))
+        elif kind and (own := _RANK.match(line)):
+            found[-1][1][kind, int(own[1])] = float(own[2]) * _MILLI
+        elif line.strip() and not line.lstrip().startswith("rank"):
+            kind = ""
+    # Iterations may be logged more often than timers.
+    found = [(seconds, timers) for seconds, timers in found if timers]
+    if not found:
+        hint = "--timing-log-level 2 --timing-log-option all, which logs the timers of every rank"
+        problem = "the log has only the range over all ranks" if has_ranges else "the log has no timers of passes"
+        raise FormatError(problem, file=path, hint=hint)
+    return found
 
 
 def _with_simulated_starts(recording: RecordedTraining, step_seconds: tuple[float, ...]) -> RecordedTraining:

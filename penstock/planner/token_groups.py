@@ -222,6 +222,7 @@ class TokenPlanner:
         self._known.clear()
 
     def _search(self, lengths: Sequence[int], budget: int, width: int) -> list[TokenGroup]:
+        """The groups with the shortest predicted step, over several sizes of microbatches and orders of them."""
         best: tuple[float, list[TokenGroup]] | None = None
         for share in _SHARES:
             groups = group_samples(lengths, budget, width, share)
@@ -261,6 +262,7 @@ class TokenPlanner:
         return least, [groups[group] for group in best]
 
     def _simulator(self, count: int) -> Makespans:
+        """The simulator of the plan's order for that many microbatches."""
         if count not in self._makespans:
             plan = self._plan
             orders = plan.orders.first(count) if count <= plan.num_microbatches else resized_schedule(plan, count)

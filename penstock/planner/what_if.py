@@ -277,9 +277,8 @@ def _alternatives(
     note = "synthesised for the mean costs" + ("" if recording.splits_backward else ", if a backward splits in half")
     yield Alternative("schedule auto", scale * min(best.seconds, present), note)
     twice = schedule.repeated(2 * count)
-    present_name = _named(schedule)
-    if present_name is not None:
-        twice = build(present_name, schedule.num_ranks, 2 * count)
+    if (known := _known_name(schedule)) is not None:
+        twice = build(known, schedule.num_ranks, 2 * count)
     yield Alternative(
         f"{2 * count} microbatches",
         # Everything outside the passes happens once for both halves; the caller adds it whole.
@@ -288,7 +287,7 @@ def _alternatives(
     )
 
 
-def _named(schedule: Schedule) -> str | None:
+def _known_name(schedule: Schedule) -> str | None:
     """The name of the schedule if it is 1f1b or gpipe; None for any other."""
     if schedule.placement != Placement.loop(schedule.num_ranks):
         return None
@@ -312,12 +311,9 @@ def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str
             each: tuple(getattr(mean, each)[rank] / held[rank] for rank in made.placement.ranks)
             for each in NODE_SECONDS
         }
-        costs = StageCosts(**parts, messages=tuple(_chain(made.num_stages, mean)))
+        # From every stage to the next, each like the first message of the recording.
+        stages = range(made.num_stages - 1)
+        messages = tuple(replace(mean.messages[0], producer=stage, consumer=stage + 1) for stage in stages)
+        costs = StageCosts(**parts, messages=messages)
         if made != schedule:
             yield name, build(name, schedule.num_ranks, schedule.num_microbatches, None, costs), costs
-
-
-def _chain(num_stages: int, mean: StageCosts) -> Iterator[Any]:
-    """Messages from every stage to the next, each as the first message of `mean`."""
-    for stage in range(num_stages - 1):
-        yield replace(mean.messages[0], producer=stage, consumer=stage + 1)

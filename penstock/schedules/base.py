@@ -55,6 +55,7 @@ class Scheduler(ABC):
         """The schedule for passes of equal length, for any ranks >= 1 and microbatches >= 1."""
 
     def _check(self, ranks: int, microbatches: int) -> None:
+        """Raise ScheduleError for sizes that are not whole numbers, not supported by the schedule, or too large."""
         for name, value in (
             ("ranks", ranks),
             ("microbatches", microbatches),

@@ -47,15 +47,18 @@ class DualPipeV(Scheduler):
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Codes:
+    """The order of one rank; names with 0 are passes of its first stage, names with 1 those of its second."""
     first, second = rank, 2 * ranks - 1 - rank
     f0, b0, i0 = (pack(kind, first) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD))
     f1, b1, i1 = (pack(kind, second) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD))
-    w = pack(Kind.WEIGHT_GRAD, 0)
+    w = pack(Kind.WEIGHT_GRAD, 0)  # of the oldest input gradient without one, whatever its stage
+    # Overlapped pairs: a forward down the V with a backward of the second stage, and the reverse.
     down, up = pack(Kind.OVERLAP, first, 0, second), pack(Kind.OVERLAP, second, 0, first)
     below = ranks - 1 - rank
     steady = microbatches - 2 * ranks + rank + 1
     # The last rank does not overlap its first pair: its backward starts earlier without.
     opening = (f0, b1, up) if below == 0 else (down, up)
+    # Passes, and how often they are repeated: filling the pipeline, the steady state, draining it.
     phases = (
         ((f0,), 2 * below),
         ((f0, f1), rank + 1),

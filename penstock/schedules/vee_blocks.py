@@ -48,6 +48,7 @@ def repeat_block(block: Block, ranks: int, microbatches: int) -> Schedule:
 
 
 def _order(times: tuple[int, int, int, int], rank: int, ranks: int, microbatches: int) -> Codes:
+    """The order of one rank whose passes of the first microbatch start at these times (`Block.times`)."""
     first, second = rank, 2 * ranks - 1 - rank
     weight_second, weight_first = _weight_times(times)
     items = (

@@ -58,6 +58,7 @@ def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     stages = stage_of(table.codes)
     columns = microbatch_of(table.codes) if costs.num_microbatches else 0
     if not costs.allocated(Kind.FORWARD).any():
+        # Without bytes, activations of all stages count as equal: no rank may hold more of them than before.
         equal = (1,) * costs.num_stages
         costs = replace(costs, activation_bytes=equal, weight_grad_bytes=equal)
     allocated = np.zeros((len(Kind), *costs.allocated(Kind.FORWARD).shape))

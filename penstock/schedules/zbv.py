@@ -36,10 +36,11 @@ class ZBV(Scheduler):
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> Codes:
-    """One rank: stage 0 of it goes down the V, stage 1 comes back up."""
+    """The order of one rank; names with 0 are passes of its stage down the V, names with 1 of that back up."""
     f0, i0, w0 = (pack(kind, rank) for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
     f1, i1, w1 = (pack(kind, 2 * ranks - 1 - rank) for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
     ahead = 2 * ranks - 1 - rank
+    # Passes, and how often they are repeated: filling the pipeline, the steady state, draining it.
     phases = (
         ((f0,), ahead - rank),
         ((f1, f0), rank),

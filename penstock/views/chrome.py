@@ -89,6 +89,7 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
 
 
 def _flows(trace: Trace, process: int) -> Iterator[Event]:
+    """An arrow per message, from the pass that made its values to the pass that used them."""
     program = trace.program
     makers = program.makers
     for number, transfer in enumerate(trace.transfers):

@@ -36,6 +36,7 @@ class Cuts(RichView[Staged]):
 
 
 def _heading(condensed: CondensedGraph) -> str:
+    """The number of messages and their bytes per microbatch, in one line."""
     crossings = condensed.crossings
     if condensed.partition.num_stages == 1:
         return "one stage: nothing crosses"
@@ -47,6 +48,7 @@ def _heading(condensed: CondensedGraph) -> str:
 
 
 def _tables(condensed: CondensedGraph) -> Iterator[TextTable]:
+    """The values that cross, the nodes that several stages run, and the parameters that several stages hold."""
     graph, partition = condensed.graph, condensed.partition
     rows: list[Row] = []
     for crossing in condensed.crossings:

@@ -1,6 +1,7 @@
 """A picture as plain shapes in pixels, plots of traces in it, and the SVG and PNG files made from it."""
 
 import io
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +12,10 @@ from jinja2 import Environment, Template
 
 from penstock.errors import ViewError
 from penstock.ir import Trace, number_text, percent_text, round_step, seconds_text, seconds_unit
-from penstock.views.base import check_positive
+from penstock.views.base import Traces, View, check_positive
 from penstock.views.palette import FAINT, IDLE, INK, PAPER, RULE
 
 Point = tuple[float, float]
-Format = Literal["svg", "png"]
 MAX_PNG_PIXELS = 30_000
 BASELINE = 0.36
 """distance from the middle of a text to its baseline, in font sizes"""
@@ -107,19 +107,46 @@ def cut_beginning(text: str, size: float, width: float) -> str:
     return cut_end(text[::-1], size, width)[::-1]
 
 
-def check_format(image_format: str, scale: float) -> None:
-    """Raise ViewError for a format or scale that `image` does not support."""
-    if image_format not in ("svg", "png"):
-        raise ViewError("format must be svg or png", format=repr(image_format))
-    check_positive(scale=scale)
-
-
-def image(drawing: Drawing, title: str, image_format: Format, scale: float) -> str | bytes:
-    """The drawing as SVG text, or as PNG bytes with `scale` image pixels per pixel of the drawing."""
-    return svg_document(drawing, title) if image_format == "svg" else png_document(drawing, scale)
-
-
 # ------------------------------------------------------------------------------------------------ plots of traces
+
+
+@dataclass(frozen=True)
+class TracePicture(View[Traces, str | bytes]):
+    """A view of traces as a picture: SVG text, or PNG bytes."""
+
+    width: int = 1000
+    """pixels of the whole picture"""
+    columns: int = 1
+    """number of traces side by side"""
+    format: Literal["svg", "png"] = "svg"
+    """the kind of picture: "svg", or "png" with matplotlib installed"""
+    scale: float = 2.0
+    """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
+    record = Trace
+
+    def __post_init__(self) -> None:
+        check_positive(width=self.width, columns=self.columns, scale=self.scale)
+        if self.format not in ("svg", "png"):
+            raise ViewError("format must be svg or png", format=repr(self.format))
+
+    @property
+    def suffix(self) -> str:
+        return f".{self.format}"
+
+    def __call__(self, traces: Traces) -> str | bytes:
+        drawing = self.drawing(traces)
+        if self.format == "png":
+            return png_document(drawing, self.scale)
+        return svg_document(drawing, self.title(traces))
+
+    @abstractmethod
+    def drawing(self, traces: Traces) -> "Drawing":
+        """The picture, in pixels."""
+
+    @abstractmethod
+    def title(self, traces: Traces) -> str:
+        """The title of an SVG file."""
+
 
 # Pixels: around a panel, for the title above it and the axis below it; font sizes.
 MARGIN = 14.0

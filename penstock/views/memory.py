@@ -9,21 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir import Curve, Kind, Trace, bytes_text, parse_bytes
-from penstock.views.base import Traces, View, check_positive, traces_by_name
+from penstock.views.base import Traces, traces_by_name
 from penstock.views.drawing import (
     AXIS,
     MARGIN,
     SIZE,
     Area,
     Drawing,
-    Format,
     Label,
     Line,
     Panel,
     Point,
-    check_format,
+    TracePicture,
     draw_frame,
-    image,
     place_panels,
 )
 from penstock.views.palette import ALARM, FAINT, INK, KIND_COLORS, PAPER, RULE, mix
@@ -39,34 +37,20 @@ GROUND = mix(LINE, PAPER, 0.55)
 
 
 @dataclass(frozen=True)
-class Memory(View[Traces, str | bytes]):
+class Memory(TracePicture):
     """SVG text, or PNG bytes."""
 
-    width: int = 1000
-    """pixels of the whole picture"""
-    columns: int = 1
-    """number of traces side by side"""
     limit: int | str | None = None
     """bytes that a rank has, `"24GiB"` also: drawn as a line; memory above it is red"""
-    format: Format = "svg"
-    """the kind of picture: "svg", or "png" with matplotlib installed"""
-    scale: float = 2.0
-    """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "memory"
-    record = Trace
 
     def __post_init__(self) -> None:
-        check_positive(width=self.width, columns=self.columns)
-        check_format(self.format, self.scale)
+        super().__post_init__()
         if self.limit is not None:
             parse_bytes(self.limit)
 
-    @property
-    def suffix(self) -> str:
-        return f".{self.format}"
-
-    def __call__(self, traces: Traces) -> str | bytes:
-        return image(self.drawing(traces), "memory", self.format, self.scale)
+    def title(self, traces: Traces) -> str:
+        return "memory"
 
     def drawing(self, traces: Traces, max_steps: int | None = None) -> Drawing:
         """The picture, in pixels; a curve has at most `max_steps` steps, or one per SLICE pixels."""

@@ -47,6 +47,7 @@ class Outline(RichView[Staged]):
         return Group(*map(Text, _heading(condensed)), table)
 
     def _table(self, condensed: CondensedGraph) -> TextTable:
+        """A row per part; stages have a column if there are several."""
         num_stages = condensed.partition.num_stages
         header = ("node", "class", "reads", "makes", "parameters", *(("stage",) if num_stages > 1 else ()))
         rows = []

@@ -46,6 +46,7 @@ class Profile(RichView[Costs]):
         return Group(*map(Text, _heading(profile)), self._table(profile).rich())
 
     def _table(self, profile: Costs) -> TextTable:
+        """A row per node, or per run of nodes with equal costs, and one for all."""
         lines: list[tuple[str, NodeCost]] = []
         for _, group in groupby(profile.costs, lambda c: (*_seconds(c), c.memory)):
             costs = list(group)

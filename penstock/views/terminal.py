@@ -66,6 +66,7 @@ class Screen:
 
 
 def _lines(name: str, bars: Bars, width: int, colored: bool) -> Iterator[Text]:
+    """The metrics of a trace, a line per rank (two if passes overlap), and the legend."""
     digits = len(str(bars.trace.num_ranks - 1))
     room = max(1, width - len("rank  ") - digits)
     # A common step gets as many characters as its label and a blank need, or the most that fit.

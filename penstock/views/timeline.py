@@ -11,23 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import COMPUTE_KINDS, Kind, Span, Trace, critical_path, seconds_text
+from penstock.ir import COMPUTE_KINDS, Kind, Span, critical_path, seconds_text
 from penstock.views.bars import LOWER, UPPER, WHOLE, WORDS, Bars
-from penstock.views.base import Traces, View, check_positive, traces_by_name
+from penstock.views.base import Traces, traces_by_name
 from penstock.views.drawing import (
     LEAST_LABEL,
     MARGIN,
     SIZE,
     Box,
     Drawing,
-    Format,
     Label,
     Line,
     Panel,
     Point,
-    check_format,
+    TracePicture,
     draw_frame,
-    image,
     place_panels,
     text_width,
 )
@@ -48,33 +46,17 @@ MARK_LANE, LEAST_MARKED_ROW, MARKED_BELOW, MARK_SPACE = 10.0, 8.0, 8.0, 9.0
 
 
 @dataclass(frozen=True)
-class Timeline(View[Traces, str | bytes]):
+class Timeline(TracePicture):
     """SVG text, or PNG bytes."""
 
     width: int = 1200
     """pixels of the whole picture"""
-    columns: int = 1
-    """number of traces side by side"""
     critical: bool = False
     """whether the critical path is marked, in traces that are not merged"""
-    format: Format = "svg"
-    """the kind of picture: "svg", or "png" with matplotlib installed"""
-    scale: float = 2.0
-    """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "timeline"
-    record = Trace
 
-    def __post_init__(self) -> None:
-        check_positive(width=self.width, columns=self.columns)
-        check_format(self.format, self.scale)
-
-    @property
-    def suffix(self) -> str:
-        return f".{self.format}"
-
-    def __call__(self, traces: Traces) -> str | bytes:
-        title = ", ".join(filter(None, traces_by_name(traces))) or "timeline"
-        return image(self.drawing(traces), title, self.format, self.scale)
+    def title(self, traces: Traces) -> str:
+        return ", ".join(filter(None, traces_by_name(traces))) or "timeline"
 
     def drawing(self, traces: Traces, *, merge_narrow: bool = True) -> Drawing:
         """The picture, in pixels.

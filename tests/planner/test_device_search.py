@@ -8,11 +8,10 @@ from penstock.errors import FitError, PlanError
 from penstock.ir import DeviceLayout, LinkSpeed, Replicas, TrainingState, from_json, to_json
 from penstock.planner import (
     DevicePool,
+    DeviceSearch,
     Measured,
     PlanOptions,
     TensorParallel,
-    predict_layout,
-    search_devices,
     split_tensors,
 )
 from tests.planner.chains import measured
@@ -23,7 +22,7 @@ FAST, SLOW = LinkSpeed(1e12, 0.0), LinkSpeed(1e5, 0.0)
 
 
 def searched(pool=DevicePool(8), options=QUICK, samples=16, degrees=(1,)):  # noqa: B008
-    return search_devices({1: LAYERS}, options, pool, samples, TensorParallel(degrees))
+    return DeviceSearch({1: LAYERS}, options, pool, samples, TensorParallel(degrees)).best()
 
 
 def test_without_costs_of_replicas_none_are_in_a_pipeline():
@@ -62,15 +61,15 @@ def test_a_division_that_does_not_suit_the_batch_is_listed_with_the_reason():
     layouts = searched(samples=4).search.layouts
     assert "4 samples are not a multiple of 8 replicas" in [each.lost for each in layouts]
     with pytest.raises(PlanError, match="no division of the devices suits the batch"):
-        search_devices({2: LAYERS}, QUICK, DevicePool(8), 3)
+        DeviceSearch({2: LAYERS}, QUICK, DevicePool(8), 3).best()
 
 
 def test_many_microbatches_are_extrapolated_to_the_simulated_step():
     layout = DeviceLayout(1, 4, 1, 1, 23, stages_per_rank=2, schedule="interleaved")
     pool = DevicePool(4, within=FAST)
-    predicted = predict_layout({1: LAYERS}, QUICK, pool, replace(layout, microbatches=203))
+    predicted = DeviceSearch({1: LAYERS}, QUICK, pool, 203).simulated(replace(layout, microbatches=203))
     given = replace(QUICK, schedule="interleaved", stages_per_rank=2)
-    plan = search_devices({1: LAYERS}, given, pool, 203)
+    plan = DeviceSearch({1: LAYERS}, given, pool, 203).best()
     alike = next(each for each in plan.search.layouts if each.ranks == 4)
     assert predicted.makespan == pytest.approx(alike.makespan, rel=1e-9)
     assert predicted.bubble == pytest.approx(alike.bubble, abs=1e-9)
@@ -132,7 +131,7 @@ def test_interleaved_stages_are_even():
     # The sums of four ranks are no better with even stages than with 1 and 3 layers on a rank; the order needs them.
     layers = measured([1e-3] * 16 + [0.7e-3])
     layout = DeviceLayout(1, 4, 1, 1, 32, stages_per_rank=2, schedule="interleaved")
-    predicted = predict_layout({1: layers}, QUICK, DevicePool(4), layout)
+    predicted = DeviceSearch({1: layers}, QUICK, DevicePool(4), 32).simulated(layout)
     busiest = 32 * 3 * 4.7e-3
     assert predicted.makespan < 1.1 * busiest
 
@@ -140,7 +139,7 @@ def test_interleaved_stages_are_even():
 def test_the_utilization_counts_the_flops_of_the_model_on_all_devices():
     costs = tuple(replace(cost, flops=1e6) for cost in LAYERS.profile.costs)
     counted = Measured(LAYERS.graph, replace(LAYERS.profile, costs=costs))
-    plan = search_devices({1: counted}, QUICK, DevicePool(8, peak_flops=1e10), 16)
+    plan = DeviceSearch({1: counted}, QUICK, DevicePool(8, peak_flops=1e10), 16).best()
     chosen = plan.search.layouts[0]
     assert chosen.mfu == pytest.approx(3 * 8e6 * 16 / (8 * 1e10 * chosen.makespan))
     assert "MFU" in plan.describe()

@@ -290,6 +290,7 @@ def save_bytes(table: RunTable, bounds: Ints, limit: float) -> Ints:
 
 
 def _cheapest_place(table: RunTable, bounds: Ints, at: int, limit: float) -> Ints:
+    """The bounds with one of them moved to where the fewest bytes cross and no rank has a load above the limit."""
     left, right = int(bounds[at - 1]), int(bounds[at + 1])
     places = np.arange(left + 1, right)
     rest = table.totals(bounds) - sum(

@@ -56,6 +56,7 @@ class _ItemSums:
 
     @classmethod
     def of(cls, inside: Bools, uses: Incidence, weights: Floats, maker: Ints | None = None) -> "_ItemSums":
+        """Prepares the sums; `inside` has a row per ideal and a column per atom."""
         # Uses of an item need only be counted: the larger ideal has more of them, or the difference has none.
         is_lone = (np.bincount(uses.item, minlength=len(weights))[uses.item] == 1) & (maker is None)
         total = inside[:, uses.atom[is_lone]] @ weights[uses.item[is_lone]]
@@ -73,6 +74,7 @@ class _ItemSums:
         return cls(begin.astype(np.float64), (count > before) * weights[item], total)
 
     def between(self, begins: slice, ends: slice) -> Floats:
+        """Returns the sums over the differences of ideals: a row per begin, a column per end."""
         alone = self.total[ends] - self.total[begins][:, None]
         return alone + self.begin[begins] @ self.end[ends].T if self.begin.shape[1] else alone
 

@@ -214,6 +214,7 @@ def memory_lags(table: PassTable) -> tuple[Lag, ...]:
 
 
 def _room_lags(table: PassTable, row: int, room: float) -> list[Lag]:
+    """The lags of a row because earlier microbatches must have freed room for it (*Room* in `memory_lags`)."""
     rows = table.rows_of_rank[int(table.rank[row])]
     # By stage, the bytes that one microbatch has allocated when its pass of this row starts.
     held: dict[int, float] = {}
@@ -248,6 +249,7 @@ def _freed_after(table: PassTable, row: int, stage: int, total: float) -> dict[i
 
 
 def _deadlock_lags(table: PassTable, row: int, room: float) -> list[Lag]:
+    """The lags of a row that would leave no room for another if it ran further ahead (*Deadlock*)."""
     if table.allocated[row] <= 0:
         return []
     rows = table.rows_of_rank[int(table.rank[row])]

@@ -204,6 +204,7 @@ class _Island:
         return pool
 
     def _rules(self, table: PassTable, pool: Pool) -> Rules:
+        """Rules of a generation: the starts of good orders as priorities, with noise; better parents more often."""
         random, count = self.random, self.children
         parents = (random.random(count) ** 1.5 * len(pool)).astype(np.int64)
         keys = pool.starts[parents]

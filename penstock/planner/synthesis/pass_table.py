@@ -96,7 +96,9 @@ class PassTable:
 
     @classmethod
     def _of(cls, problem: ScheduleProblem, seconds: list[float], allocated: list[float]) -> "PassTable":
+        """The table for seconds and bytes by pass id."""
         cuts = problem.cuts
+        # The needs between passes of one stage, and those over messages from other stages.
         own = [
             PassNeed(3 * stage + row, 3 * stage + need.fact)
             for stage in range(len(problem.rank_of))

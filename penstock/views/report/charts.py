@@ -218,6 +218,7 @@ def _path(points: Iterable[Point]) -> str:
 
 
 def _labels(labels: Iterable[Label]) -> Iterator[str]:
+    """SVG groups of the labels with one colour, size and anchor, which are then written once."""
     groups: dict[tuple[str, float, str], list[str]] = {}
     for x, y, text, color, size, anchor in labels:
         place = f'x="{_short(x)}" y="{_short(y + BASELINE * size)}"'
