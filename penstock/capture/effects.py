@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from penstock.capture.arguments import FunctionApply
 from penstock.capture.function_kinds import GRADIENT_FUNCTIONS, TENSOR_EFFECTS, draws_on_meta, is_random
 from penstock.capture.functions import WholeFunction
-from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
+from penstock.capture.generators import GeneratorStates, module_generators, torch_generators
 from penstock.capture.objects import register_class_of, register_containers
 from penstock.capture.random_draws import PythonDraw
 from penstock.capture.structures import structure_of
@@ -93,7 +93,6 @@ class ObservedCall:
         parts = self._module.modules() if self._module is not None else ()
         is_cuda = any(tensor.is_cuda for tensor in (*tensors, *state.values()))
         self._generators = GeneratorStates([*torch_generators(is_cuda), *module_generators(parts)])
-        self._python_generators = GeneratorStates(python_generators() if runs_python(target) else ())
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Whether a tensor reaches the call other than through its arguments.
@@ -114,8 +113,10 @@ class ObservedCall:
         self.takes_gradients |= func in GRADIENT_FUNCTIONS or has_own_graph
 
     def compare(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Find the random draws and writes of the call, before the generators are restored."""
-        self.draws_with_python = self._python_generators.have_moved()
+        """Find the random draws and writes of the call, before the generators are restored.
+
+        Whether it draws with Python or numpy must be set already.
+        """
         self.draws = (
             self.draws
             or self._generators.have_moved()

@@ -69,10 +69,15 @@ class GeneratorStates:
             generator.set_state(state)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch."""
+def seed_python(seed: int) -> None:
+    """Seed the global generators of Python and numpy."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy accepts 32 bits
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch."""
+    seed_python(seed)
     # Without a GPU in use, torch.manual_seed would queue a call with a formatted stack for each kind of device.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

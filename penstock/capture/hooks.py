@@ -20,10 +20,13 @@ Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
     """Route every call of a module through `handler(module, original, args, kwargs)`.
 
-    `__call__` is replaced on every class in use that defines it, not only on nn.Module, as some classes override it.
+    `__call__` is replaced on the classes in use, not on nn.Module: when an attribute of a class changes, Python visits
+    all of its subclasses, and of nn.Module there are thousands.
     """
-    owners = {owner for module in model.modules() for owner in type(module).__mro__ if "__call__" in vars(owner)}
-    saved = {owner: vars(owner)["__call__"] for owner in owners - {object}}
+    classes = {type(module) for module in model.modules()}
+    own = {cls: vars(cls)["__call__"] for cls in classes if "__call__" in vars(cls)}
+    # All of them are read before the first is replaced: a class in use may inherit from another.
+    originals = {cls: cls.__call__ for cls in classes}
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,13 +35,16 @@ def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
         return call
 
     try:
-        for owner, original in saved.items():
+        for cls, original in originals.items():
             # Script classes refuse attributes in their own __setattr__.
-            type.__setattr__(owner, "__call__", replacement(original))
+            type.__setattr__(cls, "__call__", replacement(original))
         yield
     finally:
-        for owner, original in saved.items():
-            type.__setattr__(owner, "__call__", original)
+        for cls in classes:
+            if cls in own:
+                type.__setattr__(cls, "__call__", own[cls])
+            else:
+                type.__delattr__(cls, "__call__")
 
 
 @contextmanager

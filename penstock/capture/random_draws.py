@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.functions import Entry, Handler, replaced_entries
-from penstock.capture.generators import GeneratorStates, python_generators
+from penstock.capture.generators import GeneratorStates, python_generators, seed_python
 from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
 from penstock.ir import transform
@@ -71,12 +72,59 @@ def seed_torch(seed: int, is_cuda: bool) -> None:
 def python_seeded(seed: int) -> Iterator[None]:
     """Seed the generators of Python and numpy, and restore them at exit."""
     states = GeneratorStates(python_generators())
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy accepts 32 bits
+    seed_python(seed)
     try:
         yield
     finally:
         states.restore()
+
+
+class CallSeeds:
+    """Seeds the generators of Python and numpy for each call of a recording, and finds out which calls draw from them.
+
+    Numpy takes 0.1 ms to read or set the state of its generator, more than many calls take. Therefore each call draws
+    from another bit generator, and draws are found by the next number, not by comparing states.
+    """
+
+    def __init__(self) -> None:
+        self._before = GeneratorStates(python_generators())
+        # Numpy draws normal numbers in pairs, and loses the second one of a pair if the bit generator is replaced.
+        self._has_kept_normal = bool(np.random.get_state(legacy=False)["has_gauss"])
+        self._bits = np.random.MT19937(0)
+
+    def have_moved(self) -> bool:
+        """Whether code outside of the seeded calls has drawn from the generators or seeded them."""
+        return self._before.have_moved()
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[Callable[[], bool]]:
+        """Seed the generators, and restore them at exit.
+
+        Yields a function that returns whether the generators have been used. It draws a number: call it once, last.
+        """
+        if self._has_kept_normal:
+            with python_seeded(seed):
+                states = GeneratorStates(python_generators())
+                yield states.have_moved
+            return
+        bits, state = np.random.get_bit_generator(), random.getstate()
+        np.random.set_bit_generator(self._bits)
+        try:
+            seed_python(seed)
+            first = _next_numbers()
+            seed_python(seed)
+            yield lambda: _next_numbers() != first
+        finally:
+            np.random.set_bit_generator(bits)
+            random.setstate(state)
+
+
+_DRAWS = (partial(random.getrandbits, 64), partial(np.random.bytes, 8))
+"""held here, because the names in the modules are replaced while a forward is recorded"""
+
+
+def _next_numbers() -> list[Any]:
+    return [draw() for draw in _DRAWS]
 
 
 # Recorded draws

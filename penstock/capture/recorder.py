@@ -40,11 +40,11 @@ from penstock.capture.function_kinds import (
     writes_in_place,
 )
 from penstock.capture.functions import WholeFunction, WholeFunctions, enclosing_function
-from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.random_draws import (
     RANDOMNESS_HINT,
+    CallSeeds,
     DrawnArray,
     DrawnNumber,
     DrawSeed,
@@ -171,7 +171,7 @@ class Recorder(TorchFunctionMode):
         self._seed, self._exposed_seed = seed, exposed_seed
         self._around_calls = around_calls
         self._rng_state = torch.get_rng_state()
-        self._python_states = GeneratorStates(python_generators())
+        self._call_seeds = CallSeeds()
         self._rng_was_set = False
         """whether the model set torch's generator between two calls"""
         self._block_names = block_names
@@ -350,7 +350,7 @@ class Recorder(TorchFunctionMode):
 
     def refuse_unseen_draws(self) -> None:
         """Raise a CaptureError if Python's or numpy's global generators moved outside of recorded calls."""
-        if self._running is None and not self._is_paused and self._python_states.have_moved():
+        if self._running is None and not self._is_paused and self._call_seeds.have_moved():
             self._refuse_unseen_draw()
 
     def _refuse_unseen_draw(self) -> None:
@@ -521,9 +521,11 @@ class Recorder(TorchFunctionMode):
         has_source = any(isinstance(leaf, Tensor | torch.Generator) for leaf in arguments)
         can_be_shared = not isinstance(target, nn.Module) and not has_source
         for is_shared in (False, True):
-            with self._seeded(hash_name(self._call_name(where)), is_shared, runs_python(target)):
+            name_hash = hash_name(self._call_name(where))
+            with self._seeded(name_hash, is_shared, runs_python(target)) as drew_with_python:
                 call = ObservedCall(self.table, target, where, self._num_calls, arguments, is_shared)
                 result = self._run(run, call, args, kwargs)
+                call.draws_with_python = drew_with_python()
                 call.compare(args, kwargs, result)
             # A single element is drawn once for a batch of any size; unless the batch has one sample, and the element
             # may be one per sample.
@@ -536,16 +538,20 @@ class Recorder(TorchFunctionMode):
         return call, result
 
     @contextmanager
-    def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[None]:
-        """Seed the generators for one call, in the same way as a replay does, and restore them after it."""
+    def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[Callable[[], bool]]:
+        """Seed the generators for one call, in the same way as a replay does, and restore them after it.
+
+        Yields a function that returns whether the call drew from the generators of Python or numpy.
+        """
         state = torch.get_rng_state()
         # If it is not as the last call left it, code between the calls has moved it, as `manual_seed` does.
         self._rng_was_set |= not torch.equal(state, self._rng_state)
         seed = self._seed.of_call(name_hash, is_shared)
         seed_torch(seed, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         try:
-            with python_seeded(seed) if runs_python else nullcontext(), self._around_calls():
-                yield
+            seeded = self._call_seeds.seeded(seed) if runs_python else nullcontext(lambda: False)
+            with seeded as drew_with_python, self._around_calls():
+                yield drew_with_python
         finally:
             torch.set_rng_state(state)
             self._rng_state = state
