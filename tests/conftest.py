@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -26,6 +27,9 @@ os.environ.setdefault("PENSTOCK_MEASURE_RANKS", "0")
 import coverage
 import pytest
 from hypothesis import settings
+
+# With a handler, warnings of loggers are not printed to stderr.
+logging.getLogger().addHandler(logging.NullHandler())
 
 # The machine is shared and slow at times: a slow example is no failure, and every run tries the same examples.
 settings.register_profile("penstock", deadline=None, derandomize=True)

@@ -1,6 +1,7 @@
 """An AutoPipeline on one rank: its steps, the description of its stages, and its drawing."""
 
 import logging
+import unittest
 
 import pytest
 import torch
@@ -216,10 +217,11 @@ def test_the_summary_has_schedule_stages_microbatches_and_parameters(ap):
     ]
 
 
-def test_the_summary_is_logged_with_the_stages(ap, caplog):
-    with caplog.at_level(logging.INFO, "penstock.auto.pipeline"):
+def test_the_summary_is_logged_with_the_stages(ap):
+    with unittest.TestCase().assertLogs("penstock.auto.pipeline", logging.INFO) as logs:
         ap.log_debug_summary()
-    assert caplog.messages == [f"{ap.debug_summary()}\n{ap.pretty_print_stages()}"]
+    (record,) = logs.records
+    assert record.getMessage() == f"{ap.debug_summary()}\n{ap.pretty_print_stages()}"
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<svg"), ("html", b"<!DOCTYPE html>")])

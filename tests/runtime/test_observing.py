@@ -1,6 +1,7 @@
 """Actions in torch's profiler and in the log, losses that a list is filled with, and the options of a run."""
 
 import logging
+import unittest
 from typing import Any
 
 import pytest
@@ -48,16 +49,15 @@ def test_a_rank_shows_its_own_actions(pools: Pools) -> None:
         assert names & PASSES == {name for name in PASSES if name.startswith(str(rank))}
 
 
-def test_the_log_has_compiled_steps_and_actions(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_compiled_steps_and_actions() -> None:
     pipe = pipe_of()
-    with caplog.at_level(logging.INFO, "penstock"):
+    with unittest.TestCase().assertLogs("penstock", logging.INFO) as logs:
         pipe.step(X, target=Y)
-    assert [record.getMessage() for record in caplog.records if "compiled train on 3" in record.getMessage()]
-    assert not [record for record in caplog.records if record.levelno == logging.DEBUG]
-    caplog.clear()
-    with caplog.at_level(logging.DEBUG, "penstock"):
+    assert [record.getMessage() for record in logs.records if "compiled train on 3" in record.getMessage()]
+    assert not [record for record in logs.records if record.levelno == logging.DEBUG]
+    with unittest.TestCase().assertLogs("penstock", logging.DEBUG) as logs:
         pipe.step(X, target=Y)
-    assert {record.getMessage().split(": ")[1] for record in caplog.records} >= PASSES
+    assert {record.getMessage().split(": ")[1] for record in logs.records} >= PASSES
 
 
 def test_a_list_of_losses_is_filled() -> None:
