@@ -37,6 +37,7 @@ def test_stages_are_legal_as_many_as_placed_and_never_below_their_bounds(name, p
     assert division.lower_bound_seconds <= division.contiguous_bound_seconds
 
 
+@pytest.mark.untraced
 def test_loads_are_the_sums_of_the_stages_of_a_rank(name):
     graph, profile = wild(7, 18)
     division = divide(name, Problem(graph, profile, Cluster(3), Placement.vee(3)))
@@ -46,6 +47,7 @@ def test_loads_are_the_sums_of_the_stages_of_a_rank(name):
     assert division.load_seconds == pytest.approx(sums)
 
 
+@pytest.mark.untraced
 def test_the_same_problem_has_the_same_division(name):
     graph, profile = wild(4, 14)
     problem = Problem(graph, profile, Cluster(4, bandwidth=9.0))

@@ -37,6 +37,7 @@ def drawn(name, seed):
     return program, StageCosts(*times, messages=messages), cluster
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
@@ -50,6 +51,7 @@ def test_passes_start_and_end_as_in_an_event_queue(name, seed):
     assert list(trace.ends) == pytest.approx([end for _, _, end in expected], **NEAR)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
