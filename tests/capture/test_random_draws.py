@@ -140,3 +140,15 @@ def test_generators_of_the_user_are_left_as_they_were():
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["none kept", "one kept"])
+def test_a_call_of_the_whole_model_draws_no_normal_number_of_the_user(kept):
+    """Numpy draws normal numbers in pairs, and keeps the second one."""
+    captured = penstock.capture(LayerDrop(DROPS["numpy"]), (BATCH,))
+    np.random.seed(3)
+    expected = np.random.normal(size=kept + 2).tolist()
+    np.random.seed(3)
+    drawn = np.random.normal(size=kept).tolist()
+    captured.whole_with_draws(DrawSeed(1), BATCH)
+    assert drawn + np.random.normal(size=2).tolist() == expected
