@@ -262,7 +262,7 @@ class Noise:
     def _draw_leaf(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
         dtype = dtype_named(self._graph.spec(value).dtype)
         if not dtype.is_floating_point:
-            raise ProbeError("a block returns integers")
+            raise ProbeError("a block returns integers or complex numbers")
         # The seed depends on draw, value and part only, so that every run of a draw has the same noise.
         seed = (self._draw * 10_000 + list(self._sample_dims).index(value)) * 100 + part + 1
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -308,7 +308,7 @@ class _NoisyForward:
             return run_block()
         try:
             made = self._noisy_result(call, values, partial(original, module), (args, kwargs))
-        except ProbeError:  # its results have no dimension of samples, or are integers
+        except ProbeError:  # its results have no dimension of samples, or are no real numbers
             noise.unreplaced.add(name)
             return run_block()
         if call.changes_arguments:
