@@ -34,6 +34,7 @@ from penstock.capture.dtypes import (
     as_bytes,
     as_real,
     coarsest,
+    contiguous_entries,
     dtype_name,
     dtype_named,
     extremes,

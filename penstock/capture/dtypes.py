@@ -92,10 +92,15 @@ NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32
 """the most frequent of the dtypes that numpy has too: hashing such a tensor as an array is faster than as bytes"""
 
 
+def contiguous_entries(tensor: Tensor) -> Tensor:
+    """The tensor without gradient and with its entries in memory in their order; itself or a copy."""
+    # Tensor.contiguous keeps conjugated and negated views, whose memory holds other numbers: backends refuse them.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The entries as bytes, which every backend can send and numpy can read, in the same memory if it is contiguous."""
-    # Conjugated and negated views have the bytes of the tensor that they are views of.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return contiguous_entries(tensor).reshape(-1).view(torch.uint8)
 
 
 def extremes(tensor: Tensor) -> Sequence[Tensor]:

@@ -9,5 +9,10 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 """bytes of one element"""
-TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+TOLERANCES = {
+    **dict.fromkeys(("float64", "complex128"), 1e-12),
+    **dict.fromkeys(("float32", "complex64"), 1e-5),
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
 """how far apart the results of two runs of a model may be, relative to the largest entry; 0 for other dtypes"""

@@ -10,7 +10,7 @@ microbatch. `probe.py` explains the identity that it rests on.
     samples.py             selects samples of a batch and makes outputs for them
     find_losses.py         finds the losses in the result of a model or a loss function
     function.py            evaluates a loss function
-    returned_loss.py       evaluates the loss that a model returns; noise.py: results of its blocks, which do not run
+    returned_loss.py       evaluates the loss that a model returns, with noise in place of the results of its blocks
     interactions.py        finds samples that interact inside a model
     added.py               add_loss; added_weights.py finds the weights of added losses
 """

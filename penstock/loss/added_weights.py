@@ -9,10 +9,9 @@ from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
 from penstock.loss.microbatch_weights import LossStep
-from penstock.loss.noise import Noise
 from penstock.loss.probe import Evaluation, Probe, evaluation
 from penstock.loss.reductions import SAMPLE_REDUCTIONS, Count, Piece
-from penstock.loss.returned_loss import ModelLoss
+from penstock.loss.returned_loss import ModelLoss, Noise
 from penstock.loss.samples import choose_parts
 
 
@@ -45,7 +44,7 @@ class AddedLosses:
                 (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
             )
             kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
-        # Without a kind the microbatch is the whole batch, of which a mean has the weight 1 too.
+        # Without a kind the share is 1, with which a mean and a sum have the same weight.
         weights = [Count(kind or "mean").weights_of((share,), 1.0)[0] for kind in kinds]
         return torch.stack([loss.value.reshape(()) * weight for loss, weight in zip(added, weights, strict=True)]).sum()
 

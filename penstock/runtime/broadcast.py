@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capture import as_bytes, dtype_name, dtype_named
+from penstock.capture import as_bytes, contiguous_entries, dtype_name, dtype_named
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.groups import ProcessGroups
@@ -27,7 +27,7 @@ def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
         name: [dtype_name(tensor.dtype), list(tensor.shape), tensor.requires_grad] for name, tensor in tensors.items()
     }
     text = json.dumps({"tree": tree, "tensors": specs})
-    return text, [tensor.detach().contiguous() for tensor in tensors.values()]
+    return text, [contiguous_entries(tensor) for tensor in tensors.values()]
 
 
 def _check_structure(structure: Any) -> None:

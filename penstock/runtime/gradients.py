@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.capture import largest_magnitude
+from penstock.capture import contiguous_entries, largest_magnitude
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, to_device, to_host
@@ -169,7 +169,7 @@ def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None
     flag = torch.tensor([int(tensor is not None)])
     groups.run(dist.isend, flag, group=groups.control, group_dst=rank)
     if tensor is not None:
-        content = tensor.contiguous()
+        content = contiguous_entries(tensor)
         if is_staged(groups.group, content.device):
             (content,) = to_host([content], content.device)
         groups.run(dist.isend, content, group=groups.group, group_dst=rank)

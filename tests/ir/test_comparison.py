@@ -16,7 +16,8 @@ def of(apart: float, largest: float = 1.0, dtype: str = "float32", name: str = "
     [
         ("float64", 1e-13, True), ("float64", 1e-11, False), ("float32", 1e-6, True), ("float32", 1e-4, False),
         ("float16", 1e-3, True), ("bfloat16", 1e-2, True), ("bfloat16", 0.1, False), ("int64", 0.0, True),
-        ("int64", 1.0, False), ("float32", math.nan, False), ("float32", math.inf, False),
+        ("complex64", 1e-6, True), ("complex64", 1e-4, False), ("complex128", 1e-11, False), ("int64", 1.0, False),
+        ("float32", math.nan, False), ("float32", math.inf, False),
     ],
 )  # fmt: skip
 def test_rounding_is_that_of_the_type(dtype: str, apart: float, expected: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
@@ -57,6 +58,45 @@ def assert_owners_agree(parts: tuple[Values, ...]) -> None:
         states = [part[f"state {name}"] for part in parts for name in {one, other} if f"state {name}" in part]
         assert all(torch.equal(tensor, held[0]) for tensor in held)
         assert all(torch.equal(tensor, states[0]) for tensor in states)
+
+
+class Rotated(nn.Module):
+    """A linear layer after a multiplication by a complex vector, or by its conjugate."""
+
+    def __init__(self, factor: nn.Parameter, is_conjugated: bool) -> None:
+        super().__init__()
+        self.factor, self.is_conjugated = factor, is_conjugated
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = (self.factor.conj() if self.is_conjugated else self.factor) * x
+        return self.linear(product.real + product.imag).tanh()
+
+
+def complex_tied() -> nn.Module:
+    torch.manual_seed(0)
+    factor = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+    return nn.Sequential(Rotated(factor, False), Rotated(factor, True))
+
+
+def conjugated_batch() -> Tensor:
+    return torch.randn(6, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)).conj()
+
+
+def complex_gradients() -> Values:
+    """What a rank holds after a step whose batch, a conjugated view, is given to the first rank only."""
+    x, model = conjugated_batch(), complex_tied()
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2)
+    pipe = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss, inputs="first")
+    pipe.step(*((x,) if dist.get_rank() == 0 else ()), target=x.abs() if dist.get_rank() == 0 else None)
+    return values(pipe)
+
+
+@pytest.mark.gloo
+def test_conjugated_batches_and_gradients_are_sent_by_their_values(pools: Pools) -> None:
+    plain, x = complex_tied(), conjugated_batch()
+    WholeModel(plain, nn.functional.mse_loss).step(x, target=x.abs())
+    assert_parts_close(pools[2].run(complex_gradients), plain)
 
 
 def trained_by_adam(ranks: int) -> tuple[list[Tensor], Values, dict[str, Tensor]]:
