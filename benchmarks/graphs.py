@@ -71,7 +71,7 @@ def devices(name: str) -> tuple[Graph, Profile, int]:
 def _numbers(line: str) -> dict[str, float]:
     """The numbers at the end of a line; a list is summed."""
     found = re.findall(r"(\w+)=(\[[^\]]*\]|[\d.]+)", line.rpartition(" -- ")[2])
-    return {name: sum(map(float, re.findall(r"[\d.]+", figure))) for name, figure in found}
+    return {name: sum(map(float, re.findall(r"[\d.]+", number))) for name, number in found}
 
 
 def _sorted(reads: dict[str, tuple[str, ...]]) -> list[str]:

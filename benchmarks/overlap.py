@@ -140,10 +140,10 @@ def _steps(pipe: penstock.Pipeline, batch: Tensor, steps: int) -> Iterator[float
         for parameter in pipe.parameters():
             parameter.grad = None
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         pipe.step(batch, target=batch)
         if number:  # the first step compiles
-            yield time.perf_counter() - began
+            yield time.perf_counter() - start
 
 
 def measure_reduction(task: Task, group: Any) -> float:
@@ -152,10 +152,10 @@ def measure_reduction(task: Task, group: Any) -> float:
     seconds = []
     for _ in range(task.steps):
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
             work.wait()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return median(seconds)
 
 

@@ -142,13 +142,13 @@ def table_of(rows: Iterator[Row]) -> str:
         if source.startswith("job"):
             errors = [abs(row.error) for row in found]
             means = (fmean(getattr(row, name) for row in found) for name in ("predicted", "measured"))
-            figures = " | ".join(f"{mean:.3f} s" for mean in means)
+            values = " | ".join(f"{mean:.3f} s" for mean in means)
             spread = f"{fmean(errors):.2%} mean, {max(errors):.2%} worst"
-            lines.append(f"| {source} | {found[0].inputs} | all {len(found)} | {figures} | {spread} |")
+            lines.append(f"| {source} | {found[0].inputs} | all {len(found)} | {values} | {spread} |")
             continue
         for row in found:
-            figures = f"{row.predicted:.3f} s | {row.measured:.3f} s | {row.error:+.1%}"
-            lines.append(f"| {source} | {row.inputs} | {row.name} | {figures} |")
+            values = f"{row.predicted:.3f} s | {row.measured:.3f} s | {row.error:+.1%}"
+            lines.append(f"| {source} | {row.inputs} | {row.name} | {values} |")
     return "\n".join(lines)
 
 

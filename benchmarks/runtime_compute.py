@@ -84,7 +84,7 @@ def measure(name: str, sizes: Sizes, times: int, run_rank: Callable[..., Any]) -
 def _run_all(
     name: str, plan: penstock.Plan, model: nn.Sequential, sizes: Sizes, times: int
 ) -> dict[str, list[RankTiming]]:
-    (tokens, wanted), stages = batch(sizes), cut(sizes, plan.num_stages)
+    (tokens, targets), stages = batch(sizes), cut(sizes, plan.num_stages)
     # A copy, because a Pipeline refuses forwards of the model that it trains.
     whole = copy.deepcopy(model)
     ours = penstock.Pipeline(model, plan, loss_fn=loss)
@@ -92,22 +92,22 @@ def _run_all(
     parts = {stage: nn.Sequential(*(model[int(block)] for block in stages[stage])) for stage in own}
     theirs = TorchPipeline.named(name, parts, plan.num_stages, sizes.microbatches, loss)
     calls = {
-        "penstock": lambda: ours.step(tokens, target=wanted),
-        "torch": lambda: theirs.step(tokens, target=wanted),
-        "one process": lambda: _run_one_process(whole, tokens, wanted, sizes.microbatches, 1),
-        "two threads": lambda: _run_one_process(whole, tokens, wanted, 1, 2),
+        "penstock": lambda: ours.step(tokens, target=targets),
+        "torch": lambda: theirs.step(tokens, target=targets),
+        "one process": lambda: _run_one_process(whole, tokens, targets, sizes.microbatches, 1),
+        "two threads": lambda: _run_one_process(whole, tokens, targets, 1, 2),
     }
     return run_interleaved(
         calls, times, before_each=lambda: [each.zero_grad(set_to_none=True) for each in (model, whole)]
     )
 
 
-def _run_one_process(model: nn.Module, tokens: Tensor, wanted: Tensor, microbatches: int, threads: int) -> None:
+def _run_one_process(model: nn.Module, tokens: Tensor, targets: Tensor, microbatches: int, threads: int) -> None:
     """Trains the unsplit model on the first rank while the other waits."""
     if dist.get_rank() == 0:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        for piece, target in zip(tokens.chunk(microbatches), wanted.chunk(microbatches), strict=True):
+        for piece, target in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
             (loss(model(piece), target) / microbatches).backward()
         torch.set_num_threads(before)
     dist.barrier()
@@ -116,10 +116,10 @@ def _run_one_process(model: nn.Module, tokens: Tensor, wanted: Tensor, microbatc
 def _run_with_and_without_record(
     name: str, plan: penstock.Plan, model: nn.Sequential, sizes: Sizes, times: int
 ) -> dict[str, list[RankTiming]]:
-    (tokens, wanted), ours = batch(sizes), penstock.Pipeline(model, plan, loss_fn=loss)
+    (tokens, targets), ours = batch(sizes), penstock.Pipeline(model, plan, loss_fn=loss)
     calls = {
-        "penstock": lambda: ours.step(tokens, target=wanted),
-        "recorded": lambda: ours.step(tokens, target=wanted, record=True),
+        "penstock": lambda: ours.step(tokens, target=targets),
+        "recorded": lambda: ours.step(tokens, target=targets, record=True),
     }
     return run_interleaved(calls, times, before_each=lambda: model.zero_grad(set_to_none=True))
 

@@ -95,10 +95,10 @@ def near_the_bound(ranks: int = 8, microbatches: int = 32, budget_seconds: float
                 begin = process_time()
                 made = synthesise(problem, budget_seconds=budget_seconds)
                 cpu = process_time() - begin
-                figures = (f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{cpu:.1f}", f"{1 + made.gap:.4f}")
-                yield Line((f"{shape} x {stages}", kind, *figures), 1 + made.gap, target, at_least=False)
+                values = (f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{cpu:.1f}", f"{1 + made.gap:.4f}")
+                yield Line((f"{shape} x {stages}", kind, *values), 1 + made.gap, target, at_least=False)
                 yield Line(
-                    (f"{shape} x {stages}", "CPU seconds", *figures[:2], "", figures[2]), cpu, 10.0, at_least=False
+                    (f"{shape} x {stages}", "CPU seconds", *values[:2], "", values[2]), cpu, 10.0, at_least=False
                 )
 
     title = f"synthesised schedules / lower bound, {ranks} ranks, {microbatches} microbatches, memory of 1f1b"
@@ -134,8 +134,8 @@ def against_named(ranks: int = 8, microbatches: int = 32, budget_seconds: float 
                 problem = ScheduleProblem.of(costs, placement, microbatches, Cluster(ranks, memory=peaks))
                 made = synthesise(problem, budget_seconds=budget_seconds)
                 ratio = trace.makespan / made.seconds
-                figures = (f"{trace.makespan:g}", f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{ratio:.3f}")
-                yield Line((name, f"{layers} + {head}", *figures), ratio, target)
+                values = (f"{trace.makespan:g}", f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{ratio:.3f}")
+                yield Line((name, f"{layers} + {head}", *values), ratio, target)
 
     columns = ("schedule", "layers", "named", "synthesised", "bound", "ratio")
     title = f"named / synthesised schedules, uneven stages, {ranks} balanced ranks, {microbatches} microbatches"
@@ -159,9 +159,9 @@ def published(budget_seconds: float = 10.0) -> Table:
                 made = synthesise(problem, budget_seconds=budget_seconds * (1 if ranks < 32 else 4))
                 work = microbatches * sum(each[0] for each in passes)
                 rate, least = 1 - work / made.seconds, 1 - work / made.bound.seconds
-                figures = (row["rate_zb_h2"], row["rate_zb_2p"], f"{max(least, 0.0):.4f}", f"{rate:.4f}")
+                values = (row["rate_zb_h2"], row["rate_zb_2p"], f"{max(least, 0.0):.4f}", f"{rate:.4f}")
                 target = float(row["rate_zb_2p"])
-                yield Line((f"{ranks} x {microbatches}", *figures), round(rate, 4), target, at_least=False)
+                yield Line((f"{ranks} x {microbatches}", *values), round(rate, 4), target, at_least=False)
 
     columns = ("ranks x m", "zb_h2", "zb_2p", "bound", "ours")
     return Table("bubble rates compared with the zero-bubble paper's search", columns, lines())
