@@ -1,1 +1,1 @@
-"""Benchmarks: penstock beside others, measured in one run; `python -m benchmarks` runs all of them."""
+"""Benchmarks of penstock, with what each is compared with measured in the same run; see `python -m benchmarks -h`."""

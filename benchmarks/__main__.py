@@ -1,8 +1,10 @@
-"""Runs the named benchmarks, or what README's table "Measured" shows, and fails if a line misses its target.
+"""Runs benchmarks and exits with 1 if a result misses its target.
 
-`python -m benchmarks [--write] [NAME ...]`; with `--write` the results are stored in `benchmarks/results.json`, beside
-those of other benchmarks and tables.
-`python -m benchmarks runtime_sleep --table "80 ms"` runs only the tables with this text in their titles.
+    python -m benchmarks                                  # the tables behind README's table "Measured"
+    python -m benchmarks NAME ...                         # all tables of these benchmarks
+    python -m benchmarks runtime_sleep --table "80 ms"    # the tables whose titles contain a text
+
+`--write` also stores the results in benchmarks/results.json.
 """
 
 import argparse
@@ -13,25 +15,25 @@ from datetime import UTC, datetime
 from benchmarks import (
     asynchronous,
     backward,
-    breaking,
     capture,
+    concurrent_checkpoints,
     faults,
     joint_plan,
     layouts,
-    lengths,
     measure,
     overlap,
     partition,
     planning,
     prediction,
     published,
+    rank_failure,
     rank_sync,
     results,
     runtime_compute,
     runtime_memory,
     runtime_sleep,
     saving,
-    side_by_side,
+    sequence_lengths,
     slow_ranks,
     synthesis,
     token_budget,
@@ -41,7 +43,7 @@ from benchmarks import (
     vocabulary,
 )
 
-SCRIPTS = {
+BENCHMARKS = {
     "planning": planning.tables,
     "verifier": verifier.tables,
     "capture": capture.tables,
@@ -50,12 +52,12 @@ SCRIPTS = {
     "synthesis": synthesis.tables,
     "joint_plan": joint_plan.tables,
     "layouts": layouts.tables,
-    "lengths": lengths.tables,
+    "sequence_lengths": sequence_lengths.tables,
     "token_budget": token_budget.tables,
     "prediction": prediction.tables,
     "published": published.tables,
     "backward": backward.tables,
-    "breaking": breaking.tables,
+    "rank_failure": rank_failure.tables,
     "faults": faults.tables,
     "torchrun_kills": torchrun_kills.tables,
     "rank_sync": rank_sync.tables,
@@ -63,7 +65,7 @@ SCRIPTS = {
     "runtime_sleep": runtime_sleep.tables,
     "asynchronous": asynchronous.tables,
     "saving": saving.tables,
-    "side_by_side": side_by_side.tables,
+    "concurrent_checkpoints": concurrent_checkpoints.tables,
     "slow_ranks": slow_ranks.tables,
     "runtime_compute": runtime_compute.tables,
     "two_hosts": two_hosts.tables,
@@ -73,36 +75,36 @@ SCRIPTS = {
 
 
 def main(args: list[str]) -> int:
-    """Show tables, what README shows of them, and what failed; 0 if nothing has, 1 otherwise, 2 for a wrong call."""
+    """Runs the benchmarks; returns 0, 1 if a target is missed, or 2 for a usage error."""
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of: {', '.join(SCRIPTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of: {', '.join(BENCHMARKS)}")
     parser.add_argument("--write", action="store_true", help=f"store the results in benchmarks/{results.PATH.name}")
     parser.add_argument("--table", default="", metavar="TEXT", help="only the tables whose titles contain TEXT")
     options = parser.parse_args(args)
     names = options.names or dict.fromkeys(row.benchmark for row in results.ROWS)
-    if unknown := [name for name in names if name not in SCRIPTS]:
-        print(f"unknown benchmark (name: {unknown[0]})\ntry: {', '.join(SCRIPTS)}", file=sys.stderr)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        print(f"unknown benchmark: {unknown[0]}\ntry: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     runs = {}
     for name in names:
-        began, known = time.perf_counter(), SCRIPTS[name]()
-        chosen = [table for table in known if options.names or results.is_in_readme(name, table)]
-        # A table is measured when it is shown.
-        tables = tuple(table.show() for table in chosen if options.table in table.title)
-        seconds = time.perf_counter() - began
+        start, available = time.perf_counter(), BENCHMARKS[name]()
+        selected = [table for table in available if options.names or results.is_in_readme(name, table)]
+        # `show` measures the table.
+        tables = tuple(table.show() for table in selected if options.table in table.title)
+        seconds = time.perf_counter() - start
         runs[name] = results.Run(f"{datetime.now(UTC):%Y-%m-%d}", results.machine(), seconds, tables)
         if options.write and tables:
-            results.write(name, runs[name], [table.title for table in known])
-    rows = results.measured(runs)
+            results.write(name, runs[name], [table.title for table in available])
+    rows = results.readme_rows(runs)
     if rows:
         print('\nREADME, "Measured"')
-    for what, result, target, verdict, _ in rows:
-        print(f"  {verdict}  {what}: {result} (target {target})")
+    for row in rows:
+        print(f"  {row.status}  {row.what}: {row.result} (target {row.target})")
     if not any(run.tables for run in runs.values()):
         print(f"no table of {', '.join(names)} has {options.table!r} in its title", file=sys.stderr)
         return 2
     failures = [f"{name}: {failure}" for name, run in runs.items() for failure in run.failures]
-    print("\nfailed:" if failures else "\nall targets are met", *failures, sep="\n  ")
+    print("\nfailed:" if failures else "\nall targets met", *failures, sep="\n  ")
     return 1 if failures else 0
 
 

@@ -1,7 +1,7 @@
-"""asynchronous: steps with and without a flush between them, measured against simulated.
+"""asynchronous: steps with a flush between them and without, each compared with its simulation.
 
-Passes sleep, so that more ranks than cores overlap. The same plan trains the same batches both ways, interleaved. A
-stream of batches ends with a drain, and is simulated as one order.
+Passes sleep, so that more ranks than cores run in parallel. The same plan trains the same batches with both methods,
+interleaved. The steps without a flush end with a drain and are simulated as one order.
 """
 
 from collections.abc import Iterator
@@ -11,32 +11,34 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from benchmarks.interleaved import Turn, joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock, costs
 from benchmarks.table import Line, Table
+from benchmarks.timing import RankTiming, combine_ranks, load_average, run_interleaved
 
 STALENESS = ("stash", "2bw", "predict")
-_LIMIT = 1.06
-"""measured over simulated"""
+_TARGET = 1.06
+"""maximum of measured divided by simulated seconds"""
 
 
 class Setting(NamedTuple):
-    """Ranks, microbatches per batch, batches, and seconds of a pass."""
+    """Sizes of the pipeline."""
 
     ranks: int = 4
     microbatches: int = 4
+    """per batch"""
     batches: int = 5
     unit: float = 0.080
+    """seconds of a pass"""
     times: int = 2
 
 
 def tables(setting: Setting = Setting()) -> tuple[Table, ...]:  # noqa: B008
-    """Everything that `make bench` shows about asynchronous pipelines."""
+    """All tables of this benchmark."""
     return (without_flushes(setting),)
 
 
 def without_flushes(setting: Setting) -> Table:
-    """Seconds of some batches with flushes, and without them in every mode."""
+    """Seconds of all batches with flushes, and without them for every value of `staleness`."""
 
     def lines() -> Iterator[Line]:
         model = nn.Sequential(*(SleepingBlock(setting.unit) for _ in range(setting.ranks)))
@@ -52,23 +54,25 @@ def without_flushes(setting: Setting) -> Table:
         flushed = setting.batches * penstock.simulate(plan, seconds).makespan
         work = setting.batches * setting.microbatches * 3 * setting.unit
         for staleness in STALENESS:
-            ranks = penstock.launch(_of_rank, setting.ranks, plan, model, setting, staleness)
-            steps = joined(ranks, ("flushed", staleness))
+            ranks = penstock.launch(_run_rank, setting.ranks, plan, model, setting, staleness)
+            steps = combine_ranks(ranks, ("flushed", staleness))
             stream = penstock.simulate(plan, seconds, staleness=staleness, batches=setting.batches).makespan
             measured = {name: min(step.seconds for step in steps[name]) for name in steps}
             for name, simulated in (("flushed", flushed), (staleness, stream)):
                 bubbles = (f"{1 - work / simulated:.1%}", f"{1 - work / measured[name]:.1%}")
-                cells = (name, f"{simulated:.3f}", f"{measured[name]:.3f}", *bubbles, load(), "simulated")
-                yield _line(cells, measured[name] / simulated, _LIMIT)
-            cells = (staleness, f"{stream:.3f}", f"{measured[staleness]:.3f}", "", "", load(), "flushed")
-            yield _line(cells, measured[staleness] / measured["flushed"], _LIMIT * stream / flushed)
+                cells = (name, f"{simulated:.3f}", f"{measured[name]:.3f}", *bubbles, load_average(), "simulated")
+                yield _line(cells, measured[name] / simulated, _TARGET)
+            cells = (staleness, f"{stream:.3f}", f"{measured[staleness]:.3f}", "", "", load_average(), "flushed")
+            yield _line(cells, measured[staleness] / measured["flushed"], _TARGET * stream / flushed)
 
     columns = ("steps", "simulated", "measured", "bubble", "measured", "load", "against", "ratio")
     title = f"{setting.batches} batches of {setting.microbatches} microbatches on {setting.ranks} ranks"
-    return Table(f"{title}, {setting.unit * 1e3:g} ms per pass; least of {setting.times}", columns, lines())
+    return Table(f"{title}, {setting.unit * 1e3:g} ms per pass; seconds, minimum of {setting.times}", columns, lines())
 
 
-def _of_rank(plan: penstock.Plan, model: nn.Sequential, setting: Setting, staleness: str) -> dict[str, list[Turn]]:
+def _run_rank(
+    plan: penstock.Plan, model: nn.Sequential, setting: Setting, staleness: str
+) -> dict[str, list[RankTiming]]:
     batch = _batch(setting)
     flushed = penstock.Pipeline(model, plan, loss_fn=_loss)
     optimizer = torch.optim.SGD(flushed.parameters(), lr=0.01, momentum=0.9)
@@ -91,7 +95,7 @@ def _of_rank(plan: penstock.Plan, model: nn.Sequential, setting: Setting, stalen
             stream.step(batch, target=batch)
         stream.drain()
 
-    return take_turns({"flushed": run_flushed, staleness: run_stream}, setting.times)
+    return run_interleaved({"flushed": run_flushed, staleness: run_stream}, setting.times)
 
 
 def _batch(setting: Setting) -> Tensor:
@@ -102,5 +106,5 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def _line(cells: tuple[str, ...], value: float, limit: float) -> Line:
-    return Line((*cells, f"{value:.4f}"), value, limit, at_least=False)
+def _line(cells: tuple[str, ...], value: float, target: float) -> Line:
+    return Line((*cells, f"{value:.4f}"), value, target, at_least=False)

@@ -1,4 +1,4 @@
-"""backward: the cost of splitting backward into input and weight gradients, beside torch on the same modules."""
+"""backward: seconds of a backward split into input and weight gradients, compared with a full one and with torch's."""
 
 import math
 import time
@@ -17,16 +17,16 @@ from penstock.stages import StageRun, split
 
 _ROWS = 64
 _SIZES = ((32, 4, 1.2), (32, 16, 1.2), (256, 4, 1.05), (256, 16, 1.05), (512, 4, 1.05), (512, 16, 1.05))
-"""width, layers, and how much of a whole backward the two parts may take"""
+"""width, layers, and the maximum of both parts together divided by a full backward"""
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about the split backward."""
+    """All tables of this benchmark."""
     return (parts(), growth())
 
 
-class Side:
-    """A stage of some layers, its whole backward and its two parts: ours through runs, torch's on the modules."""
+class Backwards:
+    """Times the backwards of one stage: full, split by penstock, and split by torch on the same modules."""
 
     def __init__(self, layers: int, width: int, activation: type[nn.Module] = nn.ReLU) -> None:
         blocks = [nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)]
@@ -39,76 +39,77 @@ class Side:
         self.gradient = torch.randn(_ROWS, width)
 
     def run(self, is_split: bool) -> tuple[StageRun, dict[str, Tensor | None]]:
-        """One forward, and the gradient that comes back."""
+        """Runs a forward; returns it with the gradients of its outputs."""
         run = StageRun(self.stage, self.recording, {}, {self.name: self.batch}, is_split)
         return run, dict.fromkeys(run.take_outputs(), self.gradient)
 
-    def whole(self) -> float:
-        """Seconds of a backward in one."""
+    def full(self) -> float:
+        """Seconds of a full backward."""
         run, gradients = self.run(is_split=False)
         return _seconds(lambda: run.backward(gradients))
 
-    def ours(self) -> tuple[float, float]:
-        """Seconds of input gradients, and of weight gradients."""
+    def penstock_split(self) -> tuple[float, float]:
+        """Seconds of the input gradients and of the weight gradients."""
         run, gradients = self.run(is_split=True)
         return _seconds(lambda: run.input_grad(gradients)), _seconds(run.weight_grad)
 
-    def torchs(self) -> tuple[float, float]:
-        """The same by torch."""
-        entered = self.batch.detach().requires_grad_()
-        outputs, found = [self.blocks(entered)], []
+    def torch_split(self) -> tuple[float, float]:
+        """The same by the functions of torch.distributed.pipelining."""
+        x = self.batch.detach().requires_grad_()
+        outputs, groups = [self.blocks(x)], []
         weights = self.blocks.parameters
 
         def inputs() -> None:
-            found.extend(stage_backward_input(outputs, [self.gradient], [entered], weights())[1])
+            groups.extend(stage_backward_input(outputs, [self.gradient], [x], weights())[1])
 
-        return _seconds(inputs), _seconds(lambda: stage_backward_weight(weights(), found))
+        return _seconds(inputs), _seconds(lambda: stage_backward_weight(weights(), groups))
 
 
 def parts(sizes: Sequence[tuple[int, int, float]] = _SIZES, seconds: float = 4.0) -> Table:
-    """(I + W) / B of both, the least of many repetitions of each, in turn."""
+    """Minimum seconds of full backward (B), input gradient (I) and weight gradient (W), and (I + W) / B."""
 
     def lines() -> Iterator[Line]:
         for width, layers, target in sizes:
-            side = Side(layers, width)
-            whole, *figures = _least(seconds, side.whole, side.ours, side.torchs)
-            ours, theirs = (sum(figure) / whole[0] for figure in figures)
-            times = [f"{1e6 * each:.0f}" for each in (*whole, *figures[0], *figures[1])]
-            yield Line((f"{layers} x {width}", *times, f"{ours:.3f}", f"{theirs:.2f}"), ours, target, at_least=False)
+            stage = Backwards(layers, width)
+            full, ours, theirs = _minima(seconds, stage.full, stage.penstock_split, stage.torch_split)
+            times = [f"{1e6 * each:.0f}" for each in (*full, *ours, *theirs)]
+            ratios = sum(ours) / full[0], sum(theirs) / full[0]
+            cells = (f"{layers} x {width}", *times, f"{ratios[0]:.3f}", f"{ratios[1]:.2f}")
+            yield Line(cells, ratios[0], target, at_least=False)
 
     columns = ("layers x width", "B", "I", "W", "torch's I", "torch's W", "ours/B", "torch's/B")
     return Table(f"split backward of linear + ReLU, {_ROWS} rows, microseconds", columns, lines())
 
 
 def growth(layers: Sequence[int] = (4, 8, 16, 32), width: int = 32, seconds: float = 1.0) -> Table:
-    """Seconds of the weight gradients against the number of layers, and the exponent that fits them best."""
+    """Seconds of the weight gradients by number of layers, and the exponent of a power-law fit."""
 
     def lines() -> Iterator[Line]:
-        sides = [Side(each, width) for each in layers]
-        ways: dict[str, Callable[[Side], Callable[[], Any]]] = {
-            "ours": lambda side: side.ours,
-            "torch's": lambda side: side.torchs,
+        stages = [Backwards(count, width) for count in layers]
+        calls = {
+            "penstock": [stage.penstock_split for stage in stages],
+            "torch": [stage.torch_split for stage in stages],
         }
-        for name, way in ways.items():
-            figures = [_least(seconds, way(side))[0][1] for side in sides]
-            exponent = float(np.polyfit(np.log(layers), np.log(figures), 1)[0])
-            limit = 1.1 if name == "ours" else math.inf
-            cells = (name, *(f"{1e6 * each:.0f}" for each in figures), f"{exponent:.2f}")
-            yield Line(cells, exponent, limit, at_least=False)
+        for name, splits in calls.items():
+            weight_grads = [_minima(seconds, split)[0][1] for split in splits]
+            exponent = float(np.polyfit(np.log(layers), np.log(weight_grads), 1)[0])
+            target = 1.1 if name == "penstock" else math.inf
+            cells = (name, *(f"{1e6 * each:.0f}" for each in weight_grads), f"{exponent:.2f}")
+            yield Line(cells, exponent, target, at_least=False)
 
     columns = ("W", *(f"{each} layers" for each in layers), "exponent")
-    return Table(f"weight gradients, microseconds, width {width}: growth with the layers", columns, lines())
+    return Table(f"weight gradients by number of layers, width {width}, microseconds", columns, lines())
 
 
-def _least(seconds: float, *calls: Callable[[], Any]) -> list[tuple[float, ...]]:
-    """The least figures of each call, all called in turn for so long and at least seven times."""
-    found: list[list[tuple[float, ...]]] = [[] for _ in calls]
+def _minima(seconds: float, *calls: Callable[[], Any]) -> list[tuple[float, ...]]:
+    """Runs the calls interleaved for some seconds, each at least seven times; returns the minimum of every result."""
+    results: list[list[tuple[float, ...]]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
-    while len(found[0]) < 7 or time.perf_counter() < end:
-        for call, figures in zip(calls, found, strict=True):
-            figure = call()
-            figures.append(figure if isinstance(figure, tuple) else (figure,))
-    return [tuple(map(min, zip(*figures, strict=True))) for figures in found]
+    while len(results[0]) < 7 or time.perf_counter() < end:
+        for call, own in zip(calls, results, strict=True):
+            result = call()
+            own.append(result if isinstance(result, tuple) else (result,))
+    return [tuple(map(min, zip(*own, strict=True))) for own in results]
 
 
 def _seconds(call: Callable[[], object]) -> float:

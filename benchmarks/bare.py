@@ -1,6 +1,6 @@
-"""A minimal loop over isend and irecv: one stage per rank, without checks, weights or names.
+"""A minimal pipeline runtime over isend and irecv, for one stage per rank with full backwards.
 
-What it costs is what any runtime over these calls costs. It knows stages in a chain, one per rank, with full backwards.
+It checks nothing. Its CPU time is the lower limit for any runtime that uses these calls.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from penstock.ir import Forward, Schedule
 
-Posted = tuple[dist.Work, Tensor]
+Message = tuple[dist.Work, Tensor]
 
 
 class BareLoop:
-    """The order of this rank, receives posted one pass ahead."""
+    """Runs the order of this rank; receives are posted one pass ahead."""
 
     def __init__(self, schedule: Schedule, part: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.rank, self.last = dist.get_rank(), schedule.num_ranks - 1
@@ -24,48 +24,48 @@ class BareLoop:
 
     @staticmethod
     def can_run(schedule: Schedule) -> bool:
-        """Whether it knows what such a schedule does."""
+        """Whether the schedule has one stage per rank and full backwards."""
         kinds = {type(action).__name__ for action in schedule.orders[0]}
         return schedule.num_stages == schedule.num_ranks and kinds == {"Forward", "Backward"}
 
     def step(self, batch: Tensor) -> None:
-        """One batch forward and backward."""
-        pieces, kept, sent = batch.chunk(self.count), dict[int, tuple[Tensor, Tensor]](), list[Posted]()
-        ahead = self._posted(0, pieces[0])
+        """Runs forward and backward of one batch."""
+        microbatches, kept, sent = batch.chunk(self.count), dict[int, tuple[Tensor, Tensor]](), list[Message]()
+        following = self._post_receive(0, microbatches[0])
         for place, (is_forward, number) in enumerate(self.order):
-            arrived, ahead = ahead, self._posted(place + 1, pieces[0])
-            if arrived is not None:
-                arrived[0].wait()
+            received, following = following, self._post_receive(place + 1, microbatches[0])
+            if received is not None:
+                received[0].wait()
             if is_forward:
-                given = arrived[1].requires_grad_() if arrived else pieces[number]
-                made = self.part(given)
+                x = received[1].requires_grad_() if received else microbatches[number]
+                output = self.part(x)
                 if self.rank == self.last:
-                    made = self.loss_fn(made, pieces[number]) / self.count
+                    output = self.loss_fn(output, microbatches[number]) / self.count
                 else:
-                    sent.append(_sent(made.detach(), self.rank + 1))
-                kept[number] = given, made
+                    sent.append(_send(output.detach(), self.rank + 1))
+                kept[number] = x, output
             else:
-                given, made = kept.pop(number)
-                torch.autograd.backward(made, arrived[1] if arrived else None)
-                if self.rank > 0 and given.grad is not None:
-                    sent.append(_sent(given.grad, self.rank - 1))
+                x, output = kept.pop(number)
+                torch.autograd.backward(output, received[1] if received else None)
+                if self.rank > 0 and x.grad is not None:
+                    sent.append(_send(x.grad, self.rank - 1))
         for work, _ in sent:
             work.wait()
 
-    def _posted(self, place: int, like: Tensor) -> Posted | None:
-        """Room for what a pass uses; None if it uses nothing of others, or there is no such pass."""
+    def _post_receive(self, place: int, like: Tensor) -> Message | None:
+        """Posts the receive of a pass; returns None if the pass receives nothing, or if there is no such pass."""
         if place >= len(self.order):
             return None
         peer = self.rank - 1 if self.order[place][0] else self.rank + 1
         if not 0 <= peer <= self.last:
             return None
-        room = torch.empty_like(like)
-        work = dist.irecv(room, peer)
+        buffer = torch.empty_like(like)
+        work = dist.irecv(buffer, peer)
         assert work is not None
-        return work, room
+        return work, buffer
 
 
-def _sent(tensor: Tensor, peer: int) -> Posted:
+def _send(tensor: Tensor, peer: int) -> Message:
     work = dist.isend(tensor, peer)
     assert work is not None
     return work, tensor

@@ -1,4 +1,4 @@
-"""capture: the cost of recording a model in forwards, and of replaying it against the model itself."""
+"""capture: CPU time of recording a model and of replaying the recording, compared with the model's own forward."""
 
 import resource
 import subprocess
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
+from benchmarks.timing import cpu_seconds
 from penstock.capture import capture
 from penstock.partitioners import uniform
 from penstock.stages import split
 
-_PLAIN_SECONDS = 0.5
-"""what a capture may take besides forwards"""
+_FIXED_SECONDS = 0.5
+"""CPU seconds that a capture may take in addition to ten forwards"""
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about capture."""
-    return (recording(), playing(), without_weights())
+    """All tables of this benchmark."""
+    return (recording(), replaying(), without_weights())
 
 
 def llama(layers: int, size: int, **sizes: int) -> Any:
-    """A model of the shape of Llama, from its configuration."""
+    """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     defaults = {"intermediate_size": 2 * size, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
@@ -33,27 +33,27 @@ def llama(layers: int, size: int, **sizes: int) -> Any:
 
 
 def batch(samples: int, length: int) -> dict[str, Any]:
-    """Tokens that are their own labels."""
+    """Random tokens, which are also the labels."""
     tokens = torch.randint(0, 256, (samples, length))
     return {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 def recording(layers: int = 64, size: int = 64, times: int = 3) -> Table:
-    """CPU seconds of a capture against those of ten forwards and half a second."""
+    """CPU seconds of a capture as a share of its limit, ten forwards and half a second."""
 
     def lines() -> Iterator[Line]:
         model, given = llama(layers, size), batch(2, 32)
         forward = cpu_seconds(lambda: model(**given), times)
         seconds = cpu_seconds(lambda: capture(model, (), given), times)
-        share = seconds / (10 * forward + _PLAIN_SECONDS)
+        share = seconds / (10 * forward + _FIXED_SECONDS)
         yield Line((f"{layers} layers", f"{forward:.3f}", f"{seconds:.3f}", f"{share:.2f}"), share, 1.0, at_least=False)
 
     columns = ("model", "forward", "capture", "of limit")
-    return Table("capture, CPU seconds, against 10 forwards + 0.5 s", columns, lines())
+    return Table("capture compared with 10 forwards + 0.5 s, CPU seconds", columns, lines())
 
 
-def playing(layers: int = 12, size: int = 256, times: int = 15) -> Table:
-    """The forward of a record of blocks against the model's own, in turn."""
+def replaying(layers: int = 12, size: int = 256, times: int = 15) -> Table:
+    """CPU seconds of a forward by replay, compared with the model's own forward; interleaved."""
 
     def lines() -> Iterator[Line]:
         model, given = llama(layers, size), batch(4, 64)
@@ -62,15 +62,17 @@ def playing(layers: int = 12, size: int = 256, times: int = 15) -> Table:
         replay = captured.replay(captured.recording((), given), nodes, model, captured.graph.outputs)
         inputs = captured.inputs((), given)
         pairs = [(cpu_seconds(lambda: model(**given)), cpu_seconds(lambda: replay.run(inputs))) for _ in range(times)]
-        own, played = (min(column) for column in zip(*pairs, strict=True))
-        cells = (f"{layers} layers, d={size}", f"{own:.4f}", f"{played:.4f}", f"{played / own:.3f}")
-        yield Line(cells, played / own, 1.05, at_least=False)
+        own, replayed = (min(column) for column in zip(*pairs, strict=True))
+        cells = (f"{layers} layers, d={size}", f"{own:.4f}", f"{replayed:.4f}", f"{replayed / own:.3f}")
+        yield Line(cells, replayed / own, 1.05, at_least=False)
 
-    return Table("forward, CPU seconds", ("model", "model", "record", "ratio"), lines())
+    return Table(
+        "replayed forward compared with the model's own, CPU seconds", ("model", "own", "replay", "ratio"), lines()
+    )
 
 
 def without_weights() -> Table:
-    """Wall seconds and memory of capturing and splitting eight billion parameters on the meta device, on its own."""
+    """Seconds and peak memory of capturing and splitting a model of 8 billion parameters on the meta device."""
 
     def lines() -> Iterator[Line]:
         done = subprocess.run([sys.executable, "-m", "benchmarks.capture"], capture_output=True, text=True, check=True)
@@ -78,11 +80,11 @@ def without_weights() -> Table:
         yield Line(("8 billion, time", f"{seconds:.1f} s"), seconds, 10.0, at_least=False)
         yield Line(("8 billion, peak", f"{gigabytes:.2f} GB"), gigabytes, 2.0, at_least=False)
 
-    return Table("capture and split of an 8-billion-parameter Llama without weights", ("what", "figure"), lines())
+    return Table("capture and split of an 8-billion-parameter Llama without weights", ("what", "value"), lines())
 
 
 def _eight_billion() -> None:
-    llama(1, 64)  # loading transformers is not what is measured
+    llama(1, 64)  # imports transformers, which is not measured
     start = time.perf_counter()
     with torch.device("meta"):
         sizes = {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}

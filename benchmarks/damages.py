@@ -1,4 +1,4 @@
-"""Ways to damage or forge the files of a checkpoint."""
+"""Functions that damage or forge the files of a checkpoint, for tests and benchmarks."""
 
 import json
 import random
@@ -10,27 +10,27 @@ from penstock.checkpoint.manifest import NAME, signed_document
 
 
 def cut(newest: Path, rng: random.Random) -> None:
-    """A file ends too early."""
+    """Truncates a file."""
     path = rng.choice(sorted(newest.iterdir()))
     content = path.read_bytes()
     path.write_bytes(content[: rng.randrange(len(content))])
 
 
 def swap(newest: Path, rng: random.Random) -> None:
-    """Two files have each other's content."""
+    """Swaps the contents of two files."""
     one, other = rng.sample(sorted(newest.iterdir()), 2)
-    held = one.read_bytes()
+    content = one.read_bytes()
     one.write_bytes(other.read_bytes())
-    other.write_bytes(held)
+    other.write_bytes(content)
 
 
 def remove(newest: Path, rng: random.Random) -> None:
-    """A file is missing."""
+    """Removes a file."""
     rng.choice(sorted(newest.iterdir())).unlink()
 
 
 def flip(newest: Path, rng: random.Random) -> None:
-    """One bit of a file is flipped."""
+    """Flips one bit of a file."""
     path = rng.choice(sorted(newest.iterdir()))
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -38,7 +38,7 @@ def flip(newest: Path, rng: random.Random) -> None:
 
 
 def edit(newest: Path, rng: random.Random) -> None:
-    """The manifest is edited."""
+    """Changes one or two characters of the manifest."""
     text = (newest / NAME).read_text()
     place = rng.choice([place for place, letter in enumerate(text) if letter.isalnum()])
     (newest / NAME).write_text(text[:place] + rng.choice("0aX\n ") * (1 + rng.randrange(2)) + text[place + 1 :])
@@ -48,22 +48,22 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (cut, swap, remove,
 
 
 def damaged(good: Path, target: Path, number: int) -> Path:
-    """A copy of a directory of checkpoints of which the newest has some damage."""
+    """Copies a directory of checkpoints and damages the newest one, in a way that `number` selects."""
     shutil.copytree(good, target)
     newest, rng = max(target.glob("step-*")), random.Random(number)
     before = {path.name: path.read_bytes() for path in newest.iterdir()}
-    while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # a letter may have stayed the same
+    while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # `edit` may write the same character
         DAMAGES[number % len(DAMAGES)](newest, rng)
     return target
 
 
 LINK = "a link"
 ELSEWHERE = ("../plan.json", "/etc/passwd", "in/plan.json", "..", "", "a\\b", NAME, "a\0b", ".x", LINK)
-"""what a forged manifest names instead of plan.json; or plan.json is a link"""
+"""file names that a forged manifest has instead of plan.json; LINK makes plan.json a symbolic link"""
 
 
 def forged(directory: Path, name: str) -> None:
-    """Make the plan of a checkpoint lead elsewhere, with a manifest whose digest is right."""
+    """Makes the plan of a checkpoint refer to another file, with a valid digest of the manifest."""
     if name == LINK:
         (directory / "plan.json").rename(directory / "elsewhere")
         (directory / "plan.json").symlink_to("elsewhere")

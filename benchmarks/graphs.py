@@ -1,4 +1,4 @@
-"""Graphs that others measured, read from ../shared/data as far as it is there, and chains of given costs."""
+"""Graphs with costs for partitioners: published ones, read from ../shared/data if it exists, and synthetic chains."""
 
 import json
 import re
@@ -10,13 +10,13 @@ from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, TensorSpec, V
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PIPEDREAM = ("densenet121", "gnmt", "resnet50", "vgg16")
 BYTES_PER_UNIT = 2.0**31
-"""bandwidth with which the costs of edges in dnn-partitioning were worked out of their bytes"""
+"""bandwidth that turns the edge costs of dnn-partitioning back into bytes"""
 
 Measured = tuple[Graph, Profile]
 
 
 def chain(costs: Sequence[float], sizes: Sequence[int] = ()) -> Measured:
-    """Nodes that read each other in turn, named by their number; values of one byte, or of the given sizes."""
+    """A chain of nodes, named by their numbers, whose values have one byte or the given sizes."""
     sizes = sizes or [1] * len(costs)
     nodes = [
         Node(str(at), (str(at - 1) if at else "x",), (Value(str(at), _tensor(size)),)) for at, size in enumerate(sizes)
@@ -26,15 +26,15 @@ def chain(costs: Sequence[float], sizes: Sequence[int] = ()) -> Measured:
 
 
 def pipedream(name: str) -> Measured:
-    """A graph that the PipeDream project profiled, its figures in seconds and bytes."""
+    """A graph that the PipeDream project profiled, in seconds and bytes."""
     lines = (DATA / "pipedream" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     edges = [tuple(line.strip().split(" -- ")) for line in lines if line.startswith("\t")]
-    figures = {line.partition(" -- ")[0]: _figures(line) for line in lines if not line.startswith("\t")}
-    names = sorted(figures, key=lambda node: int(node.removeprefix("node")))
+    numbers = {line.partition(" -- ")[0]: _numbers(line) for line in lines if not line.startswith("\t")}
+    names = sorted(numbers, key=lambda node: int(node.removeprefix("node")))
     reads = {node: tuple(source for source, target in edges if target == node) for node in names}
-    sizes = {node: (int(figures[node]["activation_size"]), int(figures[node]["parameter_size"])) for node in names}
+    sizes = {node: (int(numbers[node]["activation_size"]), int(numbers[node]["parameter_size"])) for node in names}
     seconds = {
-        node: (figures[node]["forward_compute_time"] / 1000, figures[node]["backward_compute_time"] / 1000)
+        node: (numbers[node]["forward_compute_time"] / 1000, numbers[node]["backward_compute_time"] / 1000)
         for node in names
     }
     graph = _graph({node: (*reads[node],) for node in names}, sizes, trains=True)
@@ -42,20 +42,20 @@ def pipedream(name: str) -> Measured:
 
 
 def devices(name: str) -> tuple[Graph, Profile, int]:
-    """A graph of dnn-partitioning, forward and backward of a layer in one node, and the memory of a device."""
-    told = json.loads((DATA / "dnn-partitioning" / f"{name}.json").read_text(encoding="utf-8"))
-    layer_of = {node["id"]: str(node["colorClass"]) for node in told["nodes"]}
-    is_backward = {node["id"]: bool(node["isBackwardNode"]) for node in told["nodes"]}
+    """A graph of dnn-partitioning with one node for forward and backward of a layer, and the memory of a device."""
+    data = json.loads((DATA / "dnn-partitioning" / f"{name}.json").read_text(encoding="utf-8"))
+    layer_of = {node["id"]: str(node["colorClass"]) for node in data["nodes"]}
+    is_backward = {node["id"]: bool(node["isBackwardNode"]) for node in data["nodes"]}
     seconds = dict.fromkeys(layer_of.values(), (0.0, 0.0))
     held = dict.fromkeys(layer_of.values(), 0)
-    for node in told["nodes"]:
+    for node in data["nodes"]:
         forward, backward = seconds[layer_of[node["id"]]]
         slow = float(node["fpgaLatency"])
         seconds[layer_of[node["id"]]] = (
             (forward, backward + slow) if node["isBackwardNode"] else (forward + slow, backward)
         )
         held[layer_of[node["id"]]] += int(node["size"])
-    edges = [edge for edge in told["edges"] if not is_backward[edge["sourceId"]]]
+    edges = [edge for edge in data["edges"] if not is_backward[edge["sourceId"]]]
     sent = {layer_of[edge["sourceId"]]: round(edge["cost"] * BYTES_PER_UNIT) for edge in edges}
     reads: dict[str, tuple[str, ...]] = dict.fromkeys(held, ())
     for edge in edges:
@@ -65,17 +65,17 @@ def devices(name: str) -> tuple[Graph, Profile, int]:
         {layer: (sent.get(layer, 0), held[layer]) for layer in held},
         trains=any(is_backward.values()),
     )
-    return graph, _profile(graph, seconds, {}), int(told["maxSizePerFPGA"])
+    return graph, _profile(graph, seconds, {}), int(data["maxSizePerFPGA"])
 
 
-def _figures(line: str) -> dict[str, float]:
-    """The figures at the end of a line; a size may be a list, of which all count."""
+def _numbers(line: str) -> dict[str, float]:
+    """The numbers at the end of a line; a list is summed."""
     found = re.findall(r"(\w+)=(\[[^\]]*\]|[\d.]+)", line.rpartition(" -- ")[2])
-    return {name: sum(map(float, re.findall(r"[\d.]+", figure))) for name, figure in found}
+    return {name: sum(map(float, re.findall(r"[\d.]+", number))) for name, number in found}
 
 
 def _sorted(reads: dict[str, tuple[str, ...]]) -> list[str]:
-    """An order in which every layer comes after those that it reads."""
+    """A topological order of the layers."""
     order: dict[str, None] = {}
     while len(order) < len(reads):
         ready = [layer for layer in reads if layer not in order and all(source in order for source in reads[layer])]
@@ -84,7 +84,7 @@ def _sorted(reads: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def _graph(reads: dict[str, tuple[str, ...]], sizes: dict[str, tuple[int, int]], trains: bool) -> Graph:
-    """Nodes that make one value each, of the first size, and hold parameters of the second."""
+    """A graph of nodes with one value and one parameter each; `sizes` are those of value and parameter."""
     nodes = tuple(
         Node(name, sources or ("x",), (Value(name, _tensor(sizes[name][0], trains)),), (f"{name}.weight",))
         for name, sources in reads.items()

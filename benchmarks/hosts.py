@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a slow link, each with processes and shared memory of its own."""
+"""Emulates two hosts on one machine: network namespaces with separate processes and /dev/shm, and a slow link."""
 
 import json
 import os
@@ -19,20 +19,20 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RATE = "200mbit"
 _PORT = 29400
 _COMMAND_SECONDS = 20.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _REPOSITORY = Path(__file__).resolve().parents[1]
-# As on another machine: other processes, and files in memory that the first host does not see.
-_OWN = ("unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
-_INSIDE = 'mount -t tmpfs none /dev/shm && exec "$@"'
+# The hosts must not see each other's processes and shared memory.
+_ISOLATE = ("unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")
+_MOUNT_AND_EXEC = 'mount -t tmpfs none /dev/shm && exec "$@"'
 
 
 class NoHostsError(Exception):
-    """Why this machine does not let us make hosts."""
+    """Raised if this machine does not permit network namespaces; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How torchrun ended on one host, and all that was printed there."""
+    """Exit code and output of torchrun on one host."""
 
     code: int
     text: str
@@ -40,43 +40,44 @@ class Ended:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts by the names of their namespaces and network devices."""
+    """Two running hosts."""
 
     names: tuple[str, str]
+    """of the network namespaces"""
     devices: tuple[str, str]
 
     def torchrun(self, script: Path, ranks: int, directory: Path, args: Sequence[str], seconds: float) -> list[Ended]:
-        """Run a script on so many ranks of each host; whatever still runs after the seconds is killed."""
+        """Runs a script on `ranks` ranks of each host, and kills it after `seconds`."""
         started = [self._start(host, script, ranks, directory, args) for host in range(2)]
         try:
             end = time.monotonic() + seconds
             while any(one.poll() is None for one in started) and time.monotonic() < end:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         finally:
             for one in started:
-                # With the first process of its namespace every other one there ends.
+                # Killing the first process of a PID namespace ends all others in it.
                 if one.poll() is None:
                     os.killpg(one.pid, signal.SIGKILL)
                 one.wait()
         return [Ended(one.returncode, _log(directory, host).read_text()) for host, one in enumerate(started)]
 
     def connect(self, is_connected: bool) -> None:
-        """Plug the link in, or out."""
+        """Sets the link up or down."""
         for name, device in zip(self.names, self.devices, strict=True):
-            _do("ip", "-n", name, "link", "set", device, "up" if is_connected else "down")
+            _run("ip", "-n", name, "link", "set", device, "up" if is_connected else "down")
 
     def _start(
         self, host: int, script: Path, ranks: int, directory: Path, args: Sequence[str]
     ) -> "subprocess.Popen[bytes]":
-        places = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks)]
-        meeting = ["--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *places, *meeting, str(script), *args]
+        size = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks)]
+        address = ["--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *address, str(script), *args]
         own = directory / f"host{host}"
         own.mkdir()
         settings = {"GLOO_SOCKET_IFNAME": self.devices[host], "TMPDIR": str(own), "PYTHONPATH": str(_REPOSITORY)}
         with _log(directory, host).open("wb") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.names[host], *_OWN, "sh", "-c", _INSIDE, "sh", *torchrun],
+                ["ip", "netns", "exec", self.names[host], *_ISOLATE, "sh", "-c", _MOUNT_AND_EXEC, "sh", *torchrun],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -88,12 +89,12 @@ class Hosts:
 
 @contextmanager
 def two_hosts(rate: str = RATE) -> Iterator[Hosts]:
-    """Two hosts whose cable carries so much in each direction; gone at the end with all that runs there."""
+    """Creates two hosts with a link of the given rate; removes them and their processes at the end."""
     token = secrets.token_hex(4)
     hosts = Hosts((f"penstock-{token}-a", f"penstock-{token}-b"), (f"pen{token}a", f"pen{token}b"))
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool) is None]
     if missing:
-        raise NoHostsError(f"there is no {missing[0]} here")
+        raise NoHostsError(f"{missing[0]} not found")
     try:
         _build(hosts, rate)
         yield hosts
@@ -103,31 +104,31 @@ def two_hosts(rate: str = RATE) -> Iterator[Hosts]:
 
 
 def run_on_hosts(script: Path, ranks: int, task: object, seconds: float) -> list[Any]:
-    """What each rank of `script DIRECTORY TASK` on two hosts wrote to `DIRECTORY/rankN.json`; the task is JSON."""
+    """Runs `script DIRECTORY TASK`, with the task as JSON, on two hosts; returns what its ranks wrote to rankN.json."""
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         ended = hosts.torchrun(script, ranks, directory, (name, json.dumps(task)), seconds)
-        pages = [directory / f"rank{rank}.json" for rank in range(2 * ranks)]
-        if not all(page.exists() for page in pages):
+        files = [directory / f"rank{rank}.json" for rank in range(2 * ranks)]
+        if not all(file.exists() for file in files):
             raise RuntimeError("\n".join(one.text for one in ended))
-        return [json.loads(page.read_text()) for page in pages]
+        return [json.loads(file.read_text()) for file in files]
 
 
 def _build(hosts: Hosts, rate: str) -> None:
     for name in hosts.names:
-        _do("ip", "netns", "add", name)
+        _run("ip", "netns", "add", name)
     (one, other), (here, there) = hosts.names, hosts.devices
-    _do("ip", "link", "add", here, "netns", one, "type", "veth", "peer", "name", there, "netns", other)
+    _run("ip", "link", "add", here, "netns", one, "type", "veth", "peer", "name", there, "netns", other)
     for name, device, address in zip(hosts.names, hosts.devices, ADDRESSES, strict=True):
-        _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
-        _do("ip", "-n", name, "link", "set", "lo", "up")
-        _do("ip", "-n", name, "link", "set", device, "up")
+        _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "link", "set", device, "up")
         limits = ("rate", rate, "burst", "32kbit", "latency", "400ms")
-        _do("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits)
-    _do("ip", "netns", "exec", one, *_OWN, "sh", "-c", _INSIDE, "sh", "true")
+        _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+    _run("ip", "netns", "exec", one, *_ISOLATE, "sh", "-c", _MOUNT_AND_EXEC, "sh", "true")
 
 
-def _do(*command: str) -> None:
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     if done.returncode:
         raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")

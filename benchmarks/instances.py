@@ -1,4 +1,4 @@
-"""Small schedule problems of known kinds, in whole seconds, so that a solver can count them in ticks."""
+"""Small schedule problems with integer costs, which the exact solver needs, for tests and benchmarks."""
 
 from random import Random
 from typing import NamedTuple
@@ -11,7 +11,7 @@ SHAPES = ((1, "loop"), (2, "vee"), (2, "loop"))
 
 
 class Instance(NamedTuple):
-    """Ranks, microbatches, stages per rank, placement, kind of costs, memory in microbatches, and latency."""
+    """The parameters of a problem; `memory` is in microbatches, `kind` is one of KINDS, `shape` "loop" or "vee"."""
 
     ranks: int
     microbatches: int
@@ -24,12 +24,12 @@ class Instance(NamedTuple):
 
     @property
     def num_passes(self) -> int:
-        """Forwards, input gradients and weight gradients of all microbatches."""
+        """The number of forwards, input gradients and weight gradients."""
         return 3 * self.ranks * self.stages_per_rank * self.microbatches
 
     @property
     def problem(self) -> ScheduleProblem:
-        """The problem that these numbers describe."""
+        """The schedule problem with these parameters."""
         is_vee = self.shape == "vee"
         placement = Placement.vee(self.ranks) if is_vee else Placement.loop(self.ranks, self.stages_per_rank)
         costs = _costs(self.kind, placement.num_stages, self.seed)
@@ -38,7 +38,7 @@ class Instance(NamedTuple):
 
 
 def instances(count: int, seed: int, most_ranks: int = 4, microbatches: tuple[int, int] = (4, 8)) -> list[Instance]:
-    """Returns `count` instances, cycling through the kinds, at the memory of 1f1b and below."""
+    """Returns random instances, cycling through KINDS, with the memory of 1f1b or less."""
     random = Random(seed)
     found = []
     for place in range(count):

@@ -1,4 +1,4 @@
-"""How good searched plans are, and how long planning takes, also for models and clusters that do not exist here."""
+"""joint_plan: quality of searched plans, and time and memory of planning large models and clusters."""
 
 import resource
 import subprocess
@@ -16,7 +16,7 @@ _GIGABYTE = 1e9
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about searched plans."""
+    """All tables of this benchmark."""
     return (heavy_head(), without_weights(), large())
 
 
@@ -31,11 +31,11 @@ def layers(seconds: list[float]) -> Measured:
     graph = Graph(nodes, (Value("x", TensorSpec((4, 1024))),), (names[-1],), weights)
     memory = NodeBytes(kept=2 * _VALUE.bytes, kept_for_weight_grad=_VALUE.bytes)
     costs = tuple(NodeCost(name, each, 2 * each, each, each, memory) for name, each in zip(names, seconds, strict=True))
-    return Measured(graph, Profile(costs, 3 * sum(seconds), graph.fingerprint, "made up"))
+    return Measured(graph, Profile(costs, 3 * sum(seconds), graph.fingerprint, "synthetic"))
 
 
 def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches: int = 32) -> Table:
-    """Equal layers and a head worth several: the step over the work of all ranks divided evenly."""
+    """Equal layers and a head as long as several: predicted step divided by the work per rank if it were balanced."""
 
     def lines() -> Iterator[Line]:
         model = layers([1.0] * count + [head])
@@ -44,24 +44,24 @@ def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches:
             [f"layers.{rank * count // ranks + layer}" for layer in range(count // ranks)] for rank in range(ranks)
         ]
         equal[-1].append(f"layers.{count}")
-        asked = {
+        requests = {
             "equal layers, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner=equal), 2.0),
             "linear, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner="linear"), 1.5),
             "auto": (PlanOptions(ranks), 1.2),
         }
-        for name, (options, target) in asked.items():
-            made = search({microbatches: model}, options)
-            share, least = made.predicted.makespan / ideal, made.lower_bound / ideal
-            cells = (name, made.choices.schedule, made.choices.placement, f"{least:.3f}", f"{share:.3f}")
-            yield Line(cells, share, target, at_least=False)
+        for name, (options, target) in requests.items():
+            plan = search({microbatches: model}, options)
+            ratio, bound = plan.predicted.makespan / ideal, plan.lower_bound / ideal
+            cells = (name, plan.choices.schedule, plan.choices.placement, f"{bound:.3f}", f"{ratio:.3f}")
+            yield Line(cells, ratio, target, at_least=False)
 
-    columns = ("plan", "schedule", "placement", "at best", "step")
+    columns = ("plan", "schedule", "placement", "bound", "step")
     title = f"{count} layers and a head worth {head:g}, {ranks} ranks, {microbatches} microbatches"
-    return Table(f"{title}: seconds over those of an even division", columns, lines())
+    return Table(f"{title}: step divided by a balanced share of the work", columns, lines())
 
 
 def without_weights() -> Table:
-    """Wall seconds and memory of planning eight billion parameters on the meta device, on its own."""
+    """Seconds and peak memory of planning eight billion parameters on the meta device, in a new process."""
 
     def lines() -> Iterator[Line]:
         run = [sys.executable, "-m", "benchmarks.joint_plan"]
@@ -71,40 +71,40 @@ def without_weights() -> Table:
         yield Line(("8 billion, time", *cells, f"{seconds:.1f} s"), seconds, 10.0, at_least=False)
         yield Line(("8 billion, peak", *cells, f"{gigabytes:.2f} GB"), gigabytes, 2.0, at_least=False)
 
-    return Table("a plan for Llama-3 8B on 8 ranks, no weights", ("model", "predicted", "holds", ""), lines())
+    return Table("plan of Llama-3 8B for 8 ranks, without weights", ("model", "predicted", "peak", ""), lines())
 
 
 def large() -> Table:
-    """Plans for clusters that do not exist here."""
+    """Seconds to plan for large clusters."""
 
     def lines() -> Iterator[Line]:
         deep, wide = layers([1e-3] * 256), layers([1e-3] * 64 + [4e-3])
         ring = Replicas(125, latency=1e-5, bandwidth=1e10)
         link = {"memory": "80GiB", "latency": 1e-5, "bandwidth": 2e10}
         fixed = {"schedule": "interleaved", "partitioner": "linear", "stages_per_rank": 2}
-        asked = {
+        requests = {
             "64 x 1,024": (deep, 1024, PlanOptions(Cluster(64, **link), **fixed)),
             "64 x 1,024 auto": (deep, 1024, PlanOptions(Cluster(64, **link), stages_per_rank=2)),
             "8 x 125 dp": (wide, 32, PlanOptions(Cluster(8, **link, replicas=ring))),
         }
-        for name, (model, count, options) in asked.items():
+        for name, (model, count, options) in requests.items():
             start = time.perf_counter()
-            made = search({count: model}, options)
+            plan = search({count: model}, options)
             seconds = time.perf_counter() - start
-            cells = (name, str(made.num_stages), str(_ranks(made)), f"{made.predicted.makespan:.3f} s")
-            cells += (f"{max(made.predicted.peaks) / _GIGABYTE:.2f} GB", f"{seconds:.1f} s")
+            cells = (name, str(plan.num_stages), str(_ranks(plan)), f"{plan.predicted.makespan:.3f} s")
+            cells += (f"{max(plan.predicted.peaks) / _GIGABYTE:.2f} GB", f"{seconds:.1f} s")
             yield Line(cells, seconds, 60.0, at_least=False)
 
-    columns = ("plan", "stages", "ranks", "step", "holds", "planned in")
-    return Table("large clusters, on paper", columns, lines())
+    columns = ("plan", "stages", "ranks", "step", "peak", "planning")
+    return Table("planning for large clusters", columns, lines())
 
 
 def _ranks(plan: Plan) -> int:
     return plan.num_ranks * plan.cluster.replicas.count
 
 
-def _plan_alone() -> None:
-    """Prints wall seconds, the process's peak in gigabytes, and the predicted step and peak."""
+def _plan_eight_billion() -> None:
+    """Prints seconds of planning, peak gigabytes of this process, and predicted step and peak."""
     import torch
 
     import penstock
@@ -116,11 +116,11 @@ def _plan_alone() -> None:
     speed = penstock.DeviceSpeed(3e14, 2e12)
     start = time.perf_counter()
     given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    made = penstock.plan(model, (), given, ranks=8, microbatches=32, speed=speed)
+    plan = penstock.plan(model, (), given, ranks=8, microbatches=32, speed=speed)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIGABYTE
-    print(seconds, peak, made.predicted.makespan, max(made.predicted.peaks) / _GIGABYTE)
+    print(seconds, peak, plan.predicted.makespan, max(plan.predicted.peaks) / _GIGABYTE)
 
 
 if __name__ == "__main__":
-    _plan_alone()
+    _plan_eight_billion()

@@ -1,10 +1,10 @@
-"""layouts: published layouts of large trainings against the layouts that `plan(devices=...)` compares.
+"""layouts: published layouts of large training runs compared with those that `plan(devices=...)` finds.
 
 For each training, the published layout and all others are predicted for the preset of its device, with 1F1B or
 interleaved stages. A layout is near if its predicted step is within 3 % of the best one. The rank correlation is that
 of predicted and published utilization over the trainings of a source. Both are reported without a target: a published
 layout need not be the best. The last table has the seconds in which layouts of a 70B model are found.
-`benchmarks/accuracy.py` writes a row per training into docs/accuracy.md.
+`benchmarks/documents.py` writes a row per training into docs/accuracy.md.
 """
 
 import json
@@ -35,7 +35,7 @@ from penstock.planner import DevicePool, DeviceSearch, Measured, PlanOptions, Te
 _SIZES, _DEGREES = (1, 2, 4), (1, 2, 4, 8)
 _NEAR = 0.03
 _MIN_TRAININGS = 4
-"""fewer have no rank correlation"""
+"""no rank correlation is computed from fewer training runs"""
 _OPTIONS = PlanOptions(1, recompute="auto", budget_seconds=12.0, training=TrainingState("adamw", "bf16"))
 _KORTHIKANTI, _NARAYANAN, _MEGASCALE, _BRIDGE = (
     "Korthikanti et al., table 5",
@@ -46,7 +46,7 @@ _KORTHIKANTI, _NARAYANAN, _MEGASCALE, _BRIDGE = (
 
 
 class System(NamedTuple):
-    """What the software of a source does, published layout and others alike."""
+    """Features of the software of a source, for the published layout and all others."""
 
     options: PlanOptions = _OPTIONS
     tensor_parallel: TensorParallel = TensorParallel(_DEGREES)
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A training: its layout, and the measured flop/s of the model per device, or the measured seconds of a step."""
+    """A training run: its layout and the measured seconds of a step."""
 
     source: str
     name: str
@@ -228,14 +228,14 @@ class Row(NamedTuple):
 
     @property
     def slower(self) -> float:
-        """By which share the published layout is slower; infinite if it does not fit."""
+        """Relative slowdown of the published layout; infinite if it does not fit into memory."""
         if self.layout.lost or self.layout.makespan is None or self.best.makespan is None:
             return float("inf")
         return self.layout.makespan / self.best.makespan - 1
 
     @property
     def published_mfu(self) -> float:
-        """The utilization that the published time means, by the flops that penstock counts."""
+        """The utilization at the published time, with the operations that penstock counts."""
         if self.layout.mfu is None or self.layout.makespan is None:
             return float("nan")
         return self.layout.mfu * self.layout.makespan / self.training.seconds
@@ -257,7 +257,7 @@ def compare(training: Published) -> Row:
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about layouts of devices."""
+    """All tables of this benchmark."""
     return (
         Table("layouts: published, within 3 % of the best predicted", ("source", "layouts", "share"), _near()),
         Table("layouts: rank correlation of predicted and published MFU", ("source", "trainings", "value"), _ranked()),
@@ -310,7 +310,7 @@ def planned(
 
 
 def rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    """Spearman's: the correlation of the ranks; equal values have their mean rank."""
+    """Spearman's rank correlation; equal values have their mean rank."""
 
     def ranks(values: list[float]) -> list[float]:
         array = np.array(values)

@@ -1,9 +1,9 @@
-"""Published iteration times of large GPT trainings, as facts, and their prediction from configuration.
+"""Published iteration times of large GPT training runs, and their prediction from the configuration.
 
 A layer takes its flops at the calibrated rate, its element-wise operations at the memory bandwidth of an A100, and its
 tensor-parallel collectives at the bandwidth of NVLink. The pipeline schedule with its messages is simulated. Replicas
-reduce gradients after the last backward or, where the source says so, beside it. One measurement of each system gives
-its rate.
+reduce gradients after the last backward or, where the source says so, in parallel with it. One measurement of each
+system gives its rate.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ _RATES = (1.5e14, 3e14)
 
 @dataclass(frozen=True)
 class Setting:
-    """A training on A100 with tensor parallelism of 8, and what was measured."""
+    """The configuration of a training run on A100 with 8-way tensor parallelism, and its measured iteration."""
 
     name: str
     layers: int
@@ -54,14 +54,14 @@ class Setting:
     """stages per rank"""
     microbatch: int = 1
     recompute: str = "full"
-    """full, or only the core of attention (selective)"""
+    """"full", or "selective": only the core of attention"""
     sequence_parallel: bool = False
     flash: bool = False
     """whether attention scores stay on the chip"""
     shards_optimizer: bool = False
-    """whether replicas have parts of the optimizer: they scatter gradients in float32 and gather the new parameters"""
+    """whether replicas shard the optimizer: they reduce-scatter gradients in float32 and all-gather parameters"""
     overlaps_reduction: bool = False
-    """whether gradients of a stage are reduced beside later backwards, and its parameters gathered beside forwards"""
+    """whether gradients are reduced in parallel with backwards, and parameters gathered in parallel with forwards"""
 
     @property
     def parameters(self) -> float:
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def flops(self) -> float:
-        """Of an iteration, with recomputation of everything, as Narayanan et al. count them."""
+        """Operations of an iteration with full recomputation, by the formula of Narayanan et al."""
         h, layers, s = self.hidden, self.layers, SEQUENCE
         return 96 * self.batch * s * layers * h**2 * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
 
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def rate(self) -> float:
-        """The rate at which the prediction is what was measured."""
+        """The rate at which the prediction equals the measurement."""
         constant, flops = self._line
         return flops / (self.seconds - constant)
 

@@ -1,4 +1,4 @@
-"""measure: how well the costs of nodes add up to the model, and what a measurement costs."""
+"""measure: sum of the measured nodes compared with a step of the unsplit model, and the time of measuring."""
 
 import resource
 import subprocess
@@ -21,22 +21,22 @@ from penstock.demo.gpt import Sizes, gpt
 from penstock.demo.gpt import batch as gpt_batch
 from penstock.measure.timing import Clock, time_whole, typical
 
-_APART = 0.10
-"""how far the sum of the nodes may be from the step"""
+_ERROR = 0.10
+"""maximum relative difference of the sum of the nodes and the step"""
 _GPU = penstock.DeviceSpeed(3.12e14, 2.0e12)
 """about an A100 in half precision"""
 
 
 class Example(NamedTuple):
-    """A model and what it is called with."""
+    """A model with an example batch."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    kwargs: dict[str, Any] = {}  # noqa: RUF012  # not modified
 
 
 class Residual(nn.Module):
-    """Two convolutions with what they are given added to them."""
+    """Two convolutions with batch norm and a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Residual(nn.Module):
         self.norm, self.last = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Returns a tensor of the same shape."""
         return functional.relu(x + self.last(self.other(functional.relu(self.norm(self.one(x))))))
 
 
@@ -81,12 +81,12 @@ MODELS: dict[str, Callable[[], Example]] = {"small GPT": small_gpt, "residual CN
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about measuring."""
-    return (sums(), known_again(), without_weights())
+    """All tables of this benchmark."""
+    return (sums(), cached(), without_weights())
 
 
 def sums(models: dict[str, Callable[[], Example]] = MODELS, iterations: int = 10) -> Table:
-    """The nodes together, timed and calibrated, against steps of the unsplit model timed before and after."""
+    """The sum of the calibrated nodes, compared with steps of the unsplit model timed before and after."""
 
     def lines() -> Iterator[Line]:
         for name, build in models.items():
@@ -96,17 +96,17 @@ def sums(models: dict[str, Callable[[], Example]] = MODELS, iterations: int = 10
             profile = penstock.measure(captured, iterations=iterations, cache=False)
             seconds = time.perf_counter() - start
             step = typical([*before, *_steps(captured, iterations)])
-            apart = abs(profile.seconds / step - 1)
+            error = abs(profile.seconds / step - 1)
             raw = 1 / _factor(profile)
             cells = (name, str(len(profile)), f"{1e3 * profile.seconds:.2f}", f"{1e3 * step:.2f}")
-            yield Line((*cells, f"{raw:.3f}", f"{seconds:.1f} s", f"{apart:.3f}"), apart, _APART, at_least=False)
+            yield Line((*cells, f"{raw:.3f}", f"{seconds:.1f} s", f"{error:.3f}"), error, _ERROR, at_least=False)
 
-    columns = ("model", "nodes", "sum ms", "step ms", "raw / step", "measured in", "apart")
-    return Table("the sum of all nodes against a step of the unsplit model", columns, lines())
+    columns = ("model", "nodes", "sum ms", "step ms", "raw / step", "measuring", "error")
+    return Table("sum of all nodes compared with a step of the unsplit model", columns, lines())
 
 
-def known_again(build: Callable[[], Example] = small_gpt) -> Table:
-    """Seconds to find a profile again that was measured before."""
+def cached(build: Callable[[], Example] = small_gpt) -> Table:
+    """Seconds to read a profile from the cache."""
 
     def lines() -> Iterator[Line]:
         captured = penstock.capture(*build())
@@ -118,11 +118,11 @@ def known_again(build: Callable[[], Example] = small_gpt) -> Table:
         assert again == first
         yield Line(("small GPT", f"{1e3 * seconds:.1f} ms"), seconds, 0.5, at_least=False)
 
-    return Table("a profile that was measured before", ("model", "found in"), lines())
+    return Table("profile in the cache", ("model", "seconds"), lines())
 
 
 def without_weights() -> Table:
-    """Seconds and memory of capturing and estimating eight billion parameters on the meta device, on its own."""
+    """Seconds and peak memory of capturing and estimating a model of 8 billion parameters on the meta device."""
 
     def lines() -> Iterator[Line]:
         done = subprocess.run([sys.executable, "-m", "benchmarks.measure"], capture_output=True, text=True, check=True)
@@ -131,18 +131,18 @@ def without_weights() -> Table:
         yield Line(("peak", f"{gigabytes:.2f} GB"), gigabytes, 2.0, at_least=False)
         yield Line(("step / 6NT", f"{share:.3f}"), share, 1.0)
 
-    return Table("capture and estimate of an 8-billion-parameter Llama without weights", ("what", "figure"), lines())
+    return Table("capture and estimate of an 8-billion-parameter Llama without weights", ("what", "value"), lines())
 
 
 def _steps(captured: Any, times: int) -> list[float]:
-    """Steps of the unsplit model, timed after a first one."""
+    """Times steps of the unsplit model after one warmup step."""
     subject, clock = measured_model(captured), Clock(torch.device("cpu"))
     with subject.isolated():
         return [time_whole(subject, clock).step for _ in range(times + 1)][1:]
 
 
 def _factor(profile: penstock.Profile) -> float:
-    """What the sum of the nodes was multiplied with."""
+    """The calibration factor of the sum of the nodes."""
     words = dict(profile.versions)["calibrated"].replace(",", "").split()
     forward, backward = (float(word.removeprefix("x")) for word in words[1::2])
     raw = sum(cost.forward / forward + cost.backward / backward for cost in profile.costs)
@@ -150,7 +150,7 @@ def _factor(profile: penstock.Profile) -> float:
 
 
 def _eight_billion() -> None:
-    llama(1, 64)  # loading transformers is not what is measured
+    llama(1, 64)  # imports transformers, which is not measured
     start = time.perf_counter()
     with torch.device("meta"):
         sizes = {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -158,11 +158,11 @@ def _eight_billion() -> None:
     given = tokens(1, 2048)
     profile = penstock.measure(penstock.capture(model, (), given), speed=_GPU)
     seconds = time.perf_counter() - start
-    # Six operations for every parameter and token is what one reckons with, embeddings left out.
+    # The usual estimate: six operations per parameter and token, without the embeddings.
     parameters = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    least = 6 * parameters * given["input_ids"].numel() / _GPU.flops_per_second
+    estimate = 6 * parameters * given["input_ids"].numel() / _GPU.flops_per_second
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print(seconds, peak, profile.seconds / least)
+    print(seconds, peak, profile.seconds / estimate)
 
 
 if __name__ == "__main__":

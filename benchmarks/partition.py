@@ -1,29 +1,29 @@
-"""How even the stages are that partitioners make, against proven bounds, and how fast."""
+"""partition: load of the busiest rank by partitioner, compared with proven bounds, and CPU time of partitioning."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.clock import cpu_seconds
 from benchmarks.graphs import BYTES_PER_UNIT, DATA, PIPEDREAM, Measured, chain, devices, pipedream
 from benchmarks.table import Line, Table
+from benchmarks.timing import cpu_seconds
 from penstock.ir import Cluster, Placement
 from penstock.partitioners import PARTITIONERS, Division, Problem, divide
 
 OPTIMA = {"bert24_inference": 17.7899, "bert24_training": 41.7458, "resnet50_inference": 33.7747}
-"""largest loads of the best partitions, from the README of the data"""
+"""load of the busiest device in the optimal partition, from the README of the data"""
 SLOW = 10.0
-"""times that the processor beside the devices is slower"""
+"""slowness of the CPU compared with a device"""
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about partitioners; graphs measured by others only if they are there."""
+    """All tables of this benchmark."""
     ours = (speed(), several_per_rank(), mixed())
     return (*ours, measured(), fewest_bytes(), known_optima()) if DATA.exists() else ours
 
 
 def speed(nodes: int = 10_000, stages: int = 64, times: int = 7) -> Table:
-    """CPU seconds of the exact cut into runs, from graph and profile to the division."""
+    """CPU milliseconds of the optimal cut into contiguous stages, from graph and profile to the partition."""
 
     def lines() -> Iterator[Line]:
         costs = np.random.default_rng(0).lognormal(size=nodes).tolist()
@@ -33,28 +33,30 @@ def speed(nodes: int = 10_000, stages: int = 64, times: int = 7) -> Table:
         cells = ("linear", f"{nodes:,}", str(stages), f"{division.ratio:.4f}", f"{seconds * 1000:.1f}")
         yield Line(cells, seconds * 1000, 50.0, at_least=False)
 
-    return Table("the exact cut into runs, CPU time", ("partitioner", "nodes", "stages", "ratio", "ms"), lines())
+    return Table(
+        "optimal cut into contiguous stages, CPU time", ("partitioner", "nodes", "stages", "ratio", "ms"), lines()
+    )
 
 
 def several_per_rank(ranks: int = 8, layers: int = 32, head: int = 4) -> Table:
-    """Equal layers and a heavy head: the busiest rank over an even share."""
+    """Equal layers and a heavy head: load of the busiest rank divided by the mean load."""
 
     def lines() -> Iterator[Line]:
         graph, profile = chain([1.0] * layers + [float(head)])
-        even = (layers + head) / ranks
+        mean = (layers + head) / ranks
         for name, placement in (("loop", Placement.loop(ranks, 2)), ("vee", Placement.vee(ranks))):
             stages = divide("uniform", Problem(graph, profile, Cluster(ranks), placement))
             sums = divide("linear", Problem(graph, profile, Cluster(ranks), placement))
-            ratios = [division.bottleneck_seconds / even for division in (stages, sums)]
-            proven = sums.contiguous_bound_seconds / even
+            ratios = [division.bottleneck_seconds / mean for division in (stages, sums)]
+            proven = sums.contiguous_bound_seconds / mean
             yield Line((name, *(f"{each:.3f}" for each in (*ratios, proven))), ratios[1], 1.112, at_least=False)
 
     title = f"{layers} equal layers and a head worth {head} on {ranks} ranks, 2 stages each"
-    return Table(f"{title}: busiest rank over an even share", ("placement", "uniform", "linear", "bound"), lines())
+    return Table(f"{title}: busiest rank / mean load", ("placement", "uniform", "linear", "bound"), lines())
 
 
 def mixed() -> Table:
-    """Heavy blocks, then light ones: runs cannot be even, several stages per rank can."""
+    """Heavy blocks followed by light ones, which only several stages per rank can balance."""
 
     def lines() -> Iterator[Line]:
         problem = Problem(*chain([4.0] * 8 + [1.0] * 8), Cluster(4))
@@ -63,11 +65,13 @@ def mixed() -> Table:
             cells = (name, str(division.partition.num_stages), f"{division.bottleneck_seconds:g}")
             yield Line(cells, division.bottleneck_seconds, target, at_least=False)
 
-    return Table("costs [4] * 8 + [1] * 8 on 4 ranks: the busiest rank", ("partitioner", "stages", "seconds"), lines())
+    return Table(
+        "costs [4] * 8 + [1] * 8 on 4 ranks: load of the busiest rank", ("partitioner", "stages", "seconds"), lines()
+    )
 
 
 def measured(names: tuple[str, ...] = PIPEDREAM) -> Table:
-    """Graphs profiled by PipeDream: every partitioner over an even share; acyclic over its proven bound."""
+    """Graphs profiled by PipeDream: busiest rank / mean load of every partitioner; `acyclic` / its proven bound."""
     members = [name for name, each in PARTITIONERS.items() if not each.chooses_placement and each.is_available()]
 
     def lines() -> Iterator[Line]:
@@ -80,11 +84,11 @@ def measured(names: tuple[str, ...] = PIPEDREAM) -> Table:
                 cells = (f"{name} {ranks}", *(f"{share:.3f}" for share in shares), f"{best.ratio:.3f}")
                 yield Line(cells, best.ratio, 1.03, at_least=False)
 
-    return Table("busiest rank over an even share; acyclic over its bound", ("graph", *members, "over bound"), lines())
+    return Table("busiest rank / mean load; acyclic / its bound", ("graph", *members, "/ bound"), lines())
 
 
 def fewest_bytes(names: tuple[str, ...] = PIPEDREAM) -> Table:
-    """Where another partitioner has the bottleneck of linear, the bytes over its cuts against those of linear."""
+    """Bytes over the cuts of `acyclic` divided by those of `linear`, where both have the same busiest rank."""
 
     def lines() -> Iterator[Line]:
         for name in names:
@@ -97,12 +101,12 @@ def fewest_bytes(names: tuple[str, ...] = PIPEDREAM) -> Table:
                 cells = (f"{name} {ranks}", f"{gain:.1%}", f"{acyclic.cut_bytes / linear.cut_bytes:.3f}")
                 yield Line(cells, ratio, 1.0, at_least=False)
 
-    title = "acyclic against linear: seconds saved, and bytes over the cuts, which at equal seconds must not be more"
+    title = "acyclic compared with linear: seconds saved, and bytes over the cuts, which have a target at equal seconds"
     return Table(title, ("graph", "shorter by", "bytes"), lines())
 
 
 def known_optima(optima: dict[str, float] | None = None) -> Table:
-    """Six devices and one slow processor at any place among them, messages waited for: against the known optimum."""
+    """Six devices and a CPU at any position, without overlap of messages, compared with the known optimum."""
 
     def lines() -> Iterator[Line]:
         for name, known in (optima or OPTIMA).items():
@@ -118,8 +122,8 @@ def known_optima(optima: dict[str, float] | None = None) -> Table:
             )
             yield Line(cells, abs(least / known - 1), 1e-5, at_least=False)
 
-    columns = ("graph", "6 devices", "and 1 slow", "known")
-    return Table("largest load of the best partition against the known optimum", columns, lines())
+    columns = ("graph", "6 devices", "and a CPU", "optimum")
+    return Table("busiest device compared with the known optimum", columns, lines())
 
 
 def _with_slow(name: str, at: int) -> float:
@@ -131,7 +135,7 @@ def _with_slow(name: str, at: int) -> float:
 
 
 def _checked(name: str, measured: Measured, ranks: int) -> Division:
-    """The division, after the proof that its stages are legal."""
+    """Divides the graph and checks that the stages have no cyclic dependency."""
     division = divide(name, Problem(*measured, Cluster(ranks)))
     division.partition.check(measured[0])
     return division

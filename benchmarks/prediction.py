@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from benchmarks.interleaved import joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
+from benchmarks.timing import combine_ranks, load_average, run_interleaved
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
 from penstock.demo.gpt import Sizes, batch, gpt, loss
 from penstock.launch import num_cores
@@ -73,7 +73,7 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
                 errors.append(line.value)
                 yield line
         middle = statistics.median(errors)
-        yield Line(("median", "", "", load(), f"{middle:.2%}"), middle, _SLEEPING_ERROR, at_least=False)
+        yield Line(("median", "", "", load_average(), f"{middle:.2%}"), middle, _SLEEPING_ERROR, at_least=False)
 
     columns = ("plan", "predicted", "measured", "load", "error")
     return Table(f"seconds of a step, sleeping blocks, {count} random plans; least of {times} steps", columns, lines())
@@ -126,12 +126,12 @@ def against_torch(
         microbatches = 4 * ranks
         data = torch.ones(microbatches, SIZE)
         plan = penstock.plan(model, (data,), ranks=ranks, microbatches=microbatches, budget_seconds=budget_seconds)
-        found = joined(penstock.launch(_beside_torch, ranks, plan, model, data, times))
+        found = combine_ranks(penstock.launch(_beside_torch, ranks, plan, model, data, times))
         seconds = {name: min(step.seconds for step in steps) for name, steps in found.items()}
         ours, others = seconds.pop("penstock"), seconds
         for name, theirs in others.items():
             target = _OVER_1F1B if name == "1f1b" else _OVER_BEST
-            cells = (name, f"{plan.predicted.makespan:.3f}", f"{ours:.3f}", f"{theirs:.3f}", load())
+            cells = (name, f"{plan.predicted.makespan:.3f}", f"{ours:.3f}", f"{theirs:.3f}", load_average())
             yield Line((*cells, f"{theirs / ours:.3f}"), theirs / ours, target)
 
     columns = ("torch's", "predicted", "auto", "torch", "load", "ratio")
@@ -167,18 +167,18 @@ class Run(NamedTuple):
 
 def _compared(runs: Sequence[Run], loss_fn: Any, times: int, limit: float) -> Iterator[Line]:
     """The predicted step of each plan against the least of its steps; all of them take turns on the same ranks."""
-    steps = list(joined(penstock.launch(_steps, runs[0].plan.num_ranks, runs, loss_fn, times)).values())
+    steps = list(combine_ranks(penstock.launch(_steps, runs[0].plan.num_ranks, runs, loss_fn, times)).values())
     for run, taken in zip(runs, steps, strict=True):
         predicted, found = run.plan.predicted.makespan, min(step.seconds for step in taken)
         error = abs(found / predicted - 1)
-        cells = (run.name, f"{predicted:.3f}", f"{found:.3f}", load(), f"{error:.2%}")
+        cells = (run.name, f"{predicted:.3f}", f"{found:.3f}", load_average(), f"{error:.2%}")
         yield Line(cells, error, limit, at_least=False)
 
 
 def _steps(runs: Sequence[Run], loss_fn: Any, times: int) -> Any:
     pipes = [penstock.Pipeline(run.model(), run.plan, loss_fn=loss_fn) for run in runs]
     steps = [partial(pipe.step, run.data, target=run.target) for pipe, run in zip(pipes, runs, strict=True)]
-    return take_turns({str(number): step for number, step in enumerate(steps)}, times)
+    return run_interleaved({str(number): step for number, step in enumerate(steps)}, times)
 
 
 def _beside_torch(plan: penstock.Plan, model: nn.Sequential, data: Tensor, times: int) -> Any:
@@ -190,7 +190,7 @@ def _beside_torch(plan: penstock.Plan, model: nn.Sequential, data: Tensor, times
         own = {stage: parts[stage] for stage in order.placement.stages[dist.get_rank()]}
         theirs = TorchPipeline.named(name, own, order.num_stages, plan.num_microbatches, mean_square)
         runs[name] = lambda theirs=theirs: theirs.step(data, target=data)
-    return take_turns(runs, times)
+    return run_interleaved(runs, times)
 
 
 def _equal_layers(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:

@@ -1,9 +1,13 @@
-"""published: predictions against measurements of GPU clusters that others have published.
+"""published: predicted iterations compared with published measurements of GPU clusters.
 
-Three tables. *Given pass times*: a pipeline is simulated with the seconds of its own passes. *Ahead*: the first five
-steps predict all later ones. *From configuration*: `literature.py`, with one calibrated rate per system. The traces and
-times are read from a directory (PENSTOCK_PUBLISHED, or shared/data/published beside the repository) and left out
-without it. `benchmarks/accuracy.py` writes all rows into docs/accuracy.md.
+There are three kinds of prediction, with a table each:
+
+- given pass times: a pipeline is simulated with the measured seconds of its passes
+- ahead: the first five steps predict all later ones
+- from configuration: `literature.py`, with one calibrated rate per system
+
+Traces and times are read from the directory PENSTOCK_PUBLISHED (default: shared/data/published beside the repository)
+and left out without it. `benchmarks/documents.py` writes all rows into docs/accuracy.md.
 """
 
 import csv
@@ -24,9 +28,9 @@ from penstock.simulate import simulate
 
 DATA = Path(os.environ.get("PENSTOCK_PUBLISHED", Path(__file__).parents[2] / "shared/data/published"))
 _FIRST = 5
-"""steps that predict the later ones"""
+"""number of steps that predict the later ones"""
 _GIVEN, _AHEAD, _CONFIGURED = 0.03, 0.05, 0.05
-"""targets of the mean error of each kind of prediction"""
+"""maximum mean error of each kind of prediction"""
 
 
 class Row(NamedTuple):
@@ -40,12 +44,12 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative, below 0 if predicted too fast."""
+        """Relative error; negative if the prediction is too short."""
         return self.predicted / self.measured - 1
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about published measurements."""
+    """All tables of this benchmark."""
     columns = ("measurements", "mean", "worst", "rows")
     return (
         Table("published: given the measured seconds of every pass", columns, _lines(given(), _GIVEN)),
@@ -71,7 +75,7 @@ def _recordings() -> Iterator[tuple[str, RecordedTraining]]:
 
 
 def given() -> Iterator[Row]:
-    """Pipelines with the seconds of their own passes: per microbatch from traces, per stage from the CSV files."""
+    """Pipelines simulated with measured pass times: per microbatch from traces, per stage from the CSV files."""
     for name, recording in _recordings():
         for each in recording.steps:
             predicted = recording.simulated[each.step, each.replica]
@@ -94,7 +98,7 @@ def given() -> Iterator[Row]:
 
 
 def ahead() -> Iterator[Row]:
-    """The mean pipeline of the later steps, from the simulated pipelines of the first ones."""
+    """The mean step of all replicas, predicted from the simulation of the first steps."""
     for name, recording in _recordings():
         steps = list(recording.by_step)
         first, later = steps[:_FIRST], steps[_FIRST:]
@@ -105,13 +109,13 @@ def ahead() -> Iterator[Row]:
 
 
 def configured() -> Iterator[Row]:
-    """Iterations of the literature, from model, parallelism and batch; the middle row of each system calibrates."""
+    """Iterations predicted from model, parallelism and batch; the middle row of each system calibrates its rate."""
     for source, settings in PAPERS.items():
         yield from predicted_from(source, settings[len(settings) // 2], settings)
 
 
 def predicted_from(source: str, known: Setting, settings: list[Setting]) -> Iterator[Row]:
-    """The other measurements of a system, predicted with the rate that one of them has."""
+    """Predicts the measurements of a system with the rate of one of them."""
     inputs = f"{known.rate / 1e12:.0f} TFLOP/s from {known.name}"
     for each in settings:
         if each is not known:
@@ -119,14 +123,14 @@ def predicted_from(source: str, known: Setting, settings: list[Setting]) -> Iter
 
 
 def choices(source: str) -> list[float]:
-    """The mean error of a system for every choice of the row that calibrates its rate, the smallest first."""
+    """The sorted mean errors of a system, one for every choice of the row that calibrates its rate."""
     settings = PAPERS[source]
     found = ([abs(row.error) for row in predicted_from(source, known, settings)] for known in settings)
     return sorted(map(fmean, found))
 
 
 def table_of(rows: Iterator[Row]) -> str:
-    """A table in Markdown; of the traces, one row per job."""
+    """A Markdown table with a row for each job of the traces and for each other measurement."""
     lines = [
         "| source | inputs | case | predicted | measured | error |",
         "|---|---|---|---|---|---|",
@@ -138,18 +142,18 @@ def table_of(rows: Iterator[Row]) -> str:
         if source.startswith("job"):
             errors = [abs(row.error) for row in found]
             means = (fmean(getattr(row, name) for row in found) for name in ("predicted", "measured"))
-            figures = " | ".join(f"{mean:.3f} s" for mean in means)
+            values = " | ".join(f"{mean:.3f} s" for mean in means)
             spread = f"{fmean(errors):.2%} mean, {max(errors):.2%} worst"
-            lines.append(f"| {source} | {found[0].inputs} | all {len(found)} | {figures} | {spread} |")
+            lines.append(f"| {source} | {found[0].inputs} | all {len(found)} | {values} | {spread} |")
             continue
         for row in found:
-            figures = f"{row.predicted:.3f} s | {row.measured:.3f} s | {row.error:+.1%}"
-            lines.append(f"| {source} | {row.inputs} | {row.name} | {figures} |")
+            values = f"{row.predicted:.3f} s | {row.measured:.3f} s | {row.error:+.1%}"
+            lines.append(f"| {source} | {row.inputs} | {row.name} | {values} |")
     return "\n".join(lines)
 
 
 def summary() -> str:
-    """A table in Markdown with the mean and the largest error of every source."""
+    """A Markdown table with the mean and the largest error of every source."""
     lines = ["| kind | measurements | mean error | worst | mean with any row as calibration |", "|---|---|---|---|---|"]
     kinds = {"given pass times": given(), "ahead": ahead(), "from configuration": configured()}
     for kind, rows in kinds.items():

@@ -1,4 +1,4 @@
-"""rank_sync: the cost of synchronising all ranks, beside an all_gather of the same size."""
+"""rank_sync: CPU time and duration of a rank sync, compared with an all_gather of the same size."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,31 +15,31 @@ _DEADLINE_SECONDS = 60.0
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about rank syncs."""
+    """All tables of this benchmark."""
     return (costs(),)
 
 
-def costs(ranks: tuple[int, ...] = (2, 4, 8), turns: int = 8, times: int = 50) -> Table:
-    """Microseconds of CPU time of a rank, and until all are synchronised; both the minimum of several runs."""
+def costs(ranks: tuple[int, ...] = (2, 4, 8), rounds: int = 8, times: int = 50) -> Table:
+    """Mean CPU time per rank and mean duration in microseconds; each the minimum of several rounds."""
 
     def lines() -> Iterator[Line]:
         for count in ranks:
-            found = penstock.launch(_measured, count, turns, times)
+            found = penstock.launch(_measure, count, rounds, times)
             cpu, other, seconds, others = (sum(column) / count for column in zip(*found, strict=True))
             cells = (f"{count} ranks", *(f"{1e6 * value:.0f}" for value in (cpu, other, seconds, others)))
             yield Line((*cells, f"{cpu / other:.2f}"), cpu / other, 1.0, at_least=False)
 
     columns = ("", "CPU", "all_gather", "time", "all_gather", "CPU ratio")
-    return Table("a sync of all ranks beside an all_gather, microseconds", columns, lines())
+    return Table("rank sync compared with an all_gather, microseconds", columns, lines())
 
 
-def _measured(turns: int, times: int) -> tuple[float, float, float, float]:
-    """CPU seconds of a sync and of an all_gather, then the seconds of both, on this rank."""
+def _measure(rounds: int, times: int) -> tuple[float, float, float, float]:
+    """Returns CPU seconds of a sync and of an all_gather, then the seconds of both, on this rank."""
     groups = ProcessGroups.of_world(dist.get_world_size(), _DEADLINE_SECONDS)
     sync, own = RankSync(groups), torch.zeros(ROW_BYTES, dtype=torch.uint8)
     pairs = [
         (_timed(lambda: sync.exchange(SyncRequest("step", 0)), times), _timed(lambda: groups.gather(own), times))
-        for _ in range(turns)
+        for _ in range(rounds)
     ]
     (cpu, seconds), (other, others) = (map(min, zip(*side, strict=True)) for side in zip(*pairs, strict=True))
     return cpu, other, seconds, others

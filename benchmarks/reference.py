@@ -1,4 +1,4 @@
-"""Record the results of penstock bit by bit, and compare them with an earlier record.
+"""Records the results of penstock bit by bit, and compares them with an earlier record.
 
 Use it to prove that a refactoring changes no result:
 
@@ -228,8 +228,8 @@ def simulate_skips(name: str, ranks: int) -> Record:
 def synthesis() -> Section:
     """Schedules that "auto" makes for given costs and memory.
 
-    The search counts its effort instead of looking at the clock, so the result is deterministic. Cases that take
-    seconds are left out, because there the clock may end the search on a slow machine.
+    The search is limited by effort as well as by time, so short searches are deterministic. Cases that take seconds are
+    left out, because the time limit could end the search on a slow machine.
     """
     for ranks, microbatches, depth, memory in product((1, 2, 3, 4), (4, 7), (1, 2), ("unlimited", "limited")):
         if (ranks, microbatches, depth) not in ((3, 4, 2), (4, 4, 2)):
@@ -457,7 +457,7 @@ def local() -> Section:
 
 
 def variants() -> Section:
-    """Every variant with some models on 3 ranks in this process; the schedules take turns."""
+    """Every variant with some models on 3 ranks in this process, cycling through the schedules."""
     names = cycle(SCHEDULES)
     for (name, variant), model in product(VARIANTS.items(), ("mlp", "tied", "penalised", "towers", "gpt2")):
         schedule = next(names)
@@ -486,7 +486,7 @@ def processes() -> Section:
 
 
 def launch_jobs(runs: Sequence[tuple[str, Variant, str]], world: int, ranks: int, fn: Callable[..., Any]) -> Record:
-    """Train all runs one after another in the same processes; the schedules take turns."""
+    """Trains all runs one after another in the same processes, cycling through the schedules."""
     jobs: list[Job] = []
     for (model, variant, name), schedule in zip(runs, cycle(SCHEDULES), strict=False):
         case = CASES[model]

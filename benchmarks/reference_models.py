@@ -54,7 +54,7 @@ def tokens(*shape: int, seed: int, below: int = WORDS) -> Tensor:
 
 
 def labels(samples: int, seed: int, length: int = LENGTH) -> Tensor:
-    """Tokens to predict, of which every sample has another number, and the first sample at least two."""
+    """Labels of which each sample has a different number that is not ignored, and the first sample at least two."""
     kept = 1 + (3 * torch.arange(samples)[:, None] + seed) % length
     kept[0] = 2 + seed % (length - 1)
     return tokens(samples, length, seed=seed + 1000).masked_fill(torch.arange(length) >= kept, IGNORED)
@@ -161,7 +161,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Skips(nn.Module):
-    """Early values are read again by much later blocks, as in a U-Net."""
+    """Late blocks read the values of early ones, as in a U-Net."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results of benchmarks as JSON, and the rows of README's table "Measured" that show them."""
+"""Stored results of benchmarks (benchmarks/results.json), and the rows of README's table "Measured"."""
 
 import json
 import math
@@ -14,32 +14,32 @@ PATH = Path(__file__).with_name("results.json")
 
 @dataclass(frozen=True)
 class Run:
-    """One benchmark that was run: its tables, with lists of lines."""
+    """The results of one benchmark."""
 
     date: str
-    """of the last table that was run"""
+    """when the last table was measured"""
     machine: str
-    """in plain words, as "2 CPU cores" """
+    """such as "2 CPU cores" """
     seconds: float
-    """how long the tables took that were run last"""
+    """duration of the last run, which may have measured some of the tables only"""
     tables: tuple[Table, ...]
 
     @property
     def failures(self) -> list[str]:
-        """The lines that miss their targets."""
+        """A text for every line that misses its target."""
         missed = [(table, line) for table in self.tables for line in table.lines if not line.passes]
         return [f"{table.title}: {' '.join(filter(None, line.row[:-1]))}" for table, line in missed]
 
 
 def machine() -> str:
-    """The class of this machine."""
-    from penstock.launch import num_cores  # imports torch, which the table of README does not need
+    """A description of this machine."""
+    from penstock.launch import num_cores  # imports torch
 
     return f"{num_cores()} CPU cores"
 
 
 def read(path: Path | None = None) -> dict[str, Run]:
-    """The runs of a file by the names of benchmarks; none if there is no file."""
+    """Returns the runs in a file by the names of benchmarks; empty if there is no file."""
     path = path or PATH
     if not path.exists():
         return {}
@@ -54,9 +54,10 @@ def read(path: Path | None = None) -> dict[str, Run]:
 
 
 def write(name: str, run: Run, titles: Sequence[str]) -> None:
-    """Write the run of a benchmark to PATH.
+    """Writes the run of a benchmark to PATH and keeps the stored runs of other benchmarks.
 
-    Other benchmarks are kept, and other tables of this one, if they are among `titles`, those that it has now.
+    Stored tables of the same benchmark that this run did not measure are kept if `titles`, the titles of all its
+    tables, still has them.
     """
     runs = read()
     tables = {table.title: table for table in (*(runs[name].tables if name in runs else ()), *run.tables)}
@@ -77,7 +78,7 @@ def write(name: str, run: Run, titles: Sequence[str]) -> None:
 
 
 def _fields(line: Line) -> dict[str, Any]:
-    # JSON has no infinity: a line without a target has none.
+    # JSON has no infinity, so a missing target is stored as null.
     target = line.target if math.isfinite(line.target) else None
     return {"cells": line.cells, "value": float(line.value), "target": target, "at_least": line.at_least}
 
@@ -88,41 +89,41 @@ def _line(cells: list[str], value: float, target: float | None, at_least: bool) 
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Figures of some lines of one table: their values, or their cells in a column."""
+class Metric:
+    """The range of a value over some lines of a table, as text."""
 
     table: str
-    """what the title of the table contains"""
+    """selects the table: a part of its title"""
     text: str
-    """around the smallest and the largest of them, in the place of {}"""
+    """the text, with {} in the place of the range"""
     form: str
-    """the format of one figure"""
+    """the format specification of a value"""
     cells: tuple[str, ...] = ()
-    """the lines that have one of these cells; empty: all"""
+    """selects the lines: those that have one of these cells; empty: all"""
     column: str = ""
-    """the column of the figures, which have no target; "": the values of the lines"""
+    """a column to read instead of the values of the lines; it has no target"""
     without: str = ""
-    """lines that have this cell are left out"""
+    """excludes the lines that have this cell"""
 
     def lines(self, run: Run) -> list[Line]:
-        """The lines of the run that it shows."""
-        found = [line for table in self._tables(run) for line in table.lines]
-        found = [line for line in found if not self.without or self.without not in line.cells]
-        return [line for line in found if not self.cells or set(self.cells) & set(line.cells)]
+        """The selected lines of a run."""
+        lines = [line for table in self._tables(run) for line in table.lines]
+        lines = [line for line in lines if not self.without or self.without not in line.cells]
+        return [line for line in lines if not self.cells or set(self.cells) & set(line.cells)]
 
     def show(self, run: Run) -> str:
-        """The text with the figures of the run."""
+        """The text with the range of a run."""
         lines = self.lines(run)
         if self.column:
             (table,) = self._tables(run)
-            figures = [float(line.cells[table.columns.index(self.column)]) for line in lines]
+            values = [float(line.cells[table.columns.index(self.column)]) for line in lines]
         else:
-            figures = [line.value for line in lines]
-        least, largest = (format(each, self.form) for each in (min(figures), max(figures)))
+            values = [line.value for line in lines]
+        least, largest = (format(value, self.form) for value in (min(values), max(values)))
         return self.text.replace("{}", least if least == largest else f"{least} to {largest}")
 
     def show_target(self, run: Run) -> str:
-        """The target in the unit of the figures, and whether a figure misses it; empty if they have none."""
+        """The text with the target, and "(missed)" if a value misses it; empty without a target."""
         lines = [] if self.column else [line for line in self.lines(run) if math.isfinite(line.target)]
         targets = dict.fromkeys((">=" if line.at_least else "<=", line.target) for line in lines)
         is_share = self.form.endswith("%")
@@ -135,19 +136,33 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class ReadmeRow:
+    """One row of README's table with its results."""
+
+    what: str
+    result: str
+    target: str
+    """the targets in the order of the results"""
+    status: str
+    """PASS or FAIL"""
+    benchmark: str
+
+
+@dataclass(frozen=True)
 class Row:
-    """One row of README's table."""
+    """One row of README's table: the benchmark and the metrics that it shows."""
 
     what: str
     benchmark: str
-    figures: tuple[Figure, ...]
+    metrics: tuple[Metric, ...]
 
-    def cells(self, run: Run) -> tuple[str, str, str]:
-        """Results, their targets in the same order, and verdict."""
-        lines = [line for figure in self.figures if not figure.column for line in figure.lines(run)]
-        targets = filter(None, (figure.show_target(run) for figure in self.figures))
-        verdict = "PASS" if all(line.passes for line in lines) else "FAIL"
-        return "; ".join(figure.show(run) for figure in self.figures), "; ".join(targets), verdict
+    def of(self, run: Run) -> ReadmeRow:
+        """The row with the results of a run."""
+        lines = [line for metric in self.metrics if not metric.column for line in metric.lines(run)]
+        result = "; ".join(metric.show(run) for metric in self.metrics)
+        target = "; ".join(filter(None, (metric.show_target(run) for metric in self.metrics)))
+        status = "PASS" if all(line.passes for line in lines) else "FAIL"
+        return ReadmeRow(self.what, result, target, status, self.benchmark)
 
 
 _WIDE = ("4 x 256", "16 x 256")
@@ -157,64 +172,64 @@ ROWS = (
         "measured step / simulated step, 8 ranks, 80 ms passes",
         "runtime_sleep",
         (
-            Figure("sleeping stages, 8 ranks", "{}", ".3f", ("simulated",)),
-            Figure("sleeping stages, 8 ranks", "{} of torch's time", ".3f", ("torch",)),
+            Metric("sleeping stages, 8 ranks", "{}", ".3f", ("simulated",)),
+            Metric("sleeping stages, 8 ranks", "{} of torch's time", ".3f", ("torch",)),
         ),
     ),
     Row(
         "small GPT on two ranks against one process, 16 microbatches",
         "runtime_compute",
         (
-            Figure("a GPT of", "{} times as fast", ".2f", ("one process",)),
-            Figure("a GPT of", "{} times as fast as torch", ".2f", ("torch",), without="mean"),
-            Figure("a GPT of", "in the mean {}", ".2f", ("mean",)),
+            Metric("GPT with 8 layers", "{} times as fast", ".2f", ("one process",)),
+            Metric("GPT with 8 layers", "{} times as fast as torch", ".2f", ("torch",), without="mean"),
+            Metric("GPT with 8 layers", "in the mean {}", ".2f", ("mean",)),
         ),
     ),
     Row(
         "predicted against measured step, 20 random plans",
         "prediction",
-        (Figure("20 random plans", "median error {}", ".1%", ("median",)),),
+        (Metric("20 random plans", "median error {}", ".1%", ("median",)),),
     ),
     Row(
         '"auto" plan against torch\'s 1F1B with equal layers, head worth 4 layers',
         "prediction",
-        (Figure("a head worth 4", "{} times as fast", ".2f", ("1f1b",)),),
+        (Metric("a head worth 4", "{} times as fast", ".2f", ("1f1b",)),),
     ),
     Row(
         "split backward (input + weight gradients) / full backward, d = 256",
         "backward",
         (
-            Figure("split backward of", "{}", ".2f", _WIDE),
-            Figure("split backward of", "torch {}", ".2f", _WIDE, "torch's/B"),
+            Metric("split backward of", "{}", ".2f", _WIDE),
+            Metric("split backward of", "torch {}", ".2f", _WIDE, "torch's/B"),
         ),
     ),
     Row(
         "synthesised schedule / certified lower bound, 8 ranks x 32 microbatches",
         "synthesis",
         (
-            Figure(_SYNTHESISED, "{}", ".3f", ("loop x 1", "vee x 2"), without="CPU seconds"),
-            Figure(_SYNTHESISED, "interleaved {}", ".3f", ("loop x 2",), without="CPU seconds"),
+            Metric(_SYNTHESISED, "{}", ".3f", ("loop x 1", "vee x 2"), without="CPU seconds"),
+            Metric(_SYNTHESISED, "interleaved {}", ".3f", ("loop x 2",), without="CPU seconds"),
         ),
     ),
     Row(
         "building and lowering a schedule for 128 ranks",
         "planning",
-        (Figure("build + lower + verify, CPU seconds, 128 ranks", "{} times as fast as torch", ".0f"),),
+        (Metric("build + lower + verify, CPU seconds, 128 ranks", "{} times as fast as torch", ".0f"),),
     ),
     Row(
         "planning 8 billion parameters on a laptop, without weights",
         "joint_plan",
         (
-            Figure("Llama-3 8B", "{} s", ".0f", ("8 billion, time",)),
-            Figure("Llama-3 8B", "{} GB", ".1f", ("8 billion, peak",)),
+            Metric("Llama-3 8B", "{} s", ".0f", ("8 billion, time",)),
+            Metric("Llama-3 8B", "{} GB", ".1f", ("8 billion, peak",)),
         ),
     ),
     Row(
         "one of three ranks killed: time until all have stopped; until the next step",
         "faults",
         (
-            Figure("is killed, seconds", "{} s", ".1f", ("all ended",)),
-            Figure("is killed, seconds", "{} s", ".1f", ("next step",)),
+            Metric("ranks killed", "{} s", ".1f", ("all ended",)),
+            Metric("ranks killed", "{} s", ".1f", ("next step",)),
         ),
     ),
     Row(
@@ -222,22 +237,22 @@ ROWS = (
         "3 ranks",
         "faults",
         (
-            Figure("injected faults", "{} runs", ".0f", ("killed at random",)),
-            Figure("injected faults", "{} runs", ".0f", ("killed in a save",)),
-            Figure("checkpoints that are damaged", "{} each", ".0f", ("damaged, 2 ranks", "damaged, 3 ranks")),
+            Metric("injected faults", "{} runs", ".0f", ("killed at random",)),
+            Metric("injected faults", "{} runs", ".0f", ("killed in a save",)),
+            Metric("damaged checkpoints", "{} each", ".0f", ("damaged, 2 ranks", "damaged, 3 ranks")),
         ),
     ),
     Row(
         "step time lost to asynchronous saves, a small GPT on two ranks, Adam, a save every 10 steps",
         "saving",
-        (Figure("share of the time", "{}", ".1%", ("asynchronous",)),),
+        (Metric("time lost to a save", "{}", ".1%", ("asynchronous",)),),
     ),
     Row(
         "two replicas over 200 Mbit/s: step / simulated step; step / longer of compute and communication",
         "overlap",
         (
-            Figure("two replicas", "{}", ".3f", ("simulated",)),
-            Figure("two replicas", "{}", ".3f", ("longer",)),
+            Metric("two replicas", "{}", ".3f", ("simulated",)),
+            Metric("two replicas", "{}", ".3f", ("longer",)),
         ),
     ),
 )
@@ -245,15 +260,14 @@ ROWS = (
 
 
 def is_in_readme(benchmark: str, table: Table) -> bool:
-    """Whether README shows figures of this table."""
-    return any(figure.table in table.title for row in ROWS if row.benchmark == benchmark for figure in row.figures)
+    """Whether README shows results of this table."""
+    return any(metric.table in table.title for row in ROWS if row.benchmark == benchmark for metric in row.metrics)
 
 
-def measured(runs: dict[str, Run]) -> list[tuple[str, str, str, str, str]]:
-    """What, result, target, verdict and benchmark of the rows that were run; not every machine can run all."""
-    rows = []
-    for row in ROWS:
-        run = runs.get(row.benchmark)
-        if run is not None and all(figure.lines(run) for figure in row.figures):
-            rows.append((row.what, *row.cells(run), row.benchmark))
-    return rows
+def readme_rows(runs: dict[str, Run]) -> list[ReadmeRow]:
+    """The rows whose benchmarks were run; a benchmark that this machine cannot run has no lines, and no row."""
+    return [
+        row.of(runs[row.benchmark])
+        for row in ROWS
+        if row.benchmark in runs and all(metric.lines(runs[row.benchmark]) for metric in row.metrics)
+    ]

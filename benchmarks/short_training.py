@@ -1,4 +1,4 @@
-"""A short `penstock train`, undisturbed or with faults, and its outcome."""
+"""A short `penstock train` in this process, with or without injected faults, and its outcome."""
 
 import json
 import os
@@ -38,7 +38,7 @@ COMMAND = ("train", "model.py:build", "--data", "model.py:batches", "--loss", "m
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one training."""
+    """The outcome of one run."""
 
     exit_code: int
     output: str
@@ -61,34 +61,34 @@ class ShortTraining:
     @classmethod
     @contextmanager
     def made(cls, ranks: int = RANKS) -> "Iterator[ShortTraining]":
-        """In a directory of its own."""
+        """Creates the model and the plan in a temporary directory."""
         with TemporaryDirectory(prefix="penstock-") as name:
-            found = cls(Path(name))
-            (found.directory / "model.py").write_text(MODEL, encoding="utf-8")
-            found.plan_for(ranks, "plan.json")
-            yield found
+            training = cls(Path(name))
+            (training.directory / "model.py").write_text(MODEL, encoding="utf-8")
+            training.plan_for(ranks, "plan.json")
+            yield training
 
     def plan_for(self, ranks: int, file: str = "other.json") -> Plan:
-        """A plan for a number of ranks, also written to a file."""
+        """Plans for a number of ranks; returns the plan, which is also written to a file."""
         options = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
         code, output = self.call("plan", "model.py:build", *options, "--out", file)
         assert code == 0, output
         return Plan.load(self.directory / file)
 
     def call(self, *arguments: object) -> tuple[int, str]:
-        """The exit code and the output of a command."""
+        """Runs a `penstock` command; returns its exit code and output."""
         with chdir(self.directory), patch.dict(os.environ, {ALLOW_VARIABLE: "1"}):
             result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         return result.exit_code, result.output
 
     def run(self, faults: Iterable[str] = (), *options: object, steps: int = STEPS, fresh: bool = True) -> Outcome:
-        """Train with faults."""
+        """Trains with the given faults; `fresh` removes the checkpoints and output of earlier runs first."""
         if fresh:
             for name in ("out", "saved"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
         given = [word for fault in faults for word in ("--fault", fault)]
-        lasting = ("--checkpoint", "saved", "--every", EVERY, "--out", "out", "--steps", steps)
-        code, output = self.call(*COMMAND, *lasting, *given, *options)
+        saving = ("--checkpoint", "saved", "--every", EVERY, "--out", "out", "--steps", steps)
+        code, output = self.call(*COMMAND, *saving, *given, *options)
         return Outcome(code, output, self._losses(), self._bad())
 
     def _losses(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Stages whose passes sleep instead of computing, so that many ranks overlap on few cores."""
+"""Modules whose passes sleep instead of computing, so that more ranks than cores run in parallel."""
 
 import time
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from penstock.ir import StageCosts
 
 SIZE = 4
 _scale = 1.0
-"""factor of all sleeps of this process"""
+"""factor of the duration of all sleeps in this process"""
 
 
 @contextmanager
 def without_sleep() -> Iterator[None]:
-    """Let passes return at once, to warm up."""
+    """Makes passes return without sleeping, for warmup steps."""
     global _scale
     _scale = 0.0
     try:
@@ -28,11 +28,11 @@ def without_sleep() -> Iterator[None]:
 
 
 _ANCHOR = torch.zeros(0, requires_grad=True)
-"""makes gradients come by also where the input needs none"""
+"""an input that requires grad, so that backward also runs where the first input does not"""
 
 
 class _Sleep(Function):
-    """Passes values on after a while, and gradients after another."""
+    """The identity; forward and backward sleep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, forward: float, backward: float) -> Tensor:
@@ -47,13 +47,13 @@ class _Sleep(Function):
 
 
 def sleep(x: Tensor, forward: float, backward: float) -> Tensor:
-    """The same values, after `forward` seconds; its gradient takes `backward` seconds."""
+    """Returns a copy of x after `forward` seconds; its backward takes `backward` seconds."""
     slept: Tensor = _Sleep.apply(x, _ANCHOR, forward, backward)  # type: ignore[no-untyped-call]
     return slept
 
 
 class SleepingBlock(nn.Module):
-    """A small layer: forward, the gradient of its input and the gradient of its weight sleep `unit` seconds each."""
+    """A small linear layer whose forward, input gradient and weight gradient sleep `unit` seconds each."""
 
     def __init__(self, unit: float) -> None:
         super().__init__()
@@ -62,16 +62,19 @@ class SleepingBlock(nn.Module):
         self.layer.weight.register_hook(self._sleep)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer on what has slept."""
-        made: Tensor = self.layer(sleep(x, self.unit, self.unit))
-        return made
+        """Sleeps, then applies the layer."""
+        output: Tensor = self.layer(sleep(x, self.unit, self.unit))
+        return output
 
     def _sleep(self, gradient: Tensor) -> None:
         time.sleep(_scale * self.unit)
 
 
 class PacedBlock(nn.Module):
-    """A layer with many parameters whose forward takes `unit` seconds and whose backward takes two of them."""
+    """A layer with many parameters whose forward takes `unit` seconds and whose backward takes twice as long.
+
+    Unlike in a SleepingBlock, the time to compute the gradient of the parameters is a part of that of the backward.
+    """
 
     def __init__(self, unit: float, num_parameters: int) -> None:
         super().__init__()
@@ -79,31 +82,31 @@ class PacedBlock(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_parameters))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus the first weights."""
-        began: list[float] = []
-        slept: Tensor = _Paced.apply(x, _ANCHOR, self.unit, began)  # type: ignore[no-untyped-call]
-        made = slept + self.weight[:SIZE]
-        if made.requires_grad:
-            made.register_hook(lambda _: began.append(time.perf_counter()))
-        return made
+        """Adds the first weights to the input."""
+        backward_start: list[float] = []
+        slept: Tensor = _Paced.apply(x, _ANCHOR, self.unit, backward_start)  # type: ignore[no-untyped-call]
+        output = slept + self.weight[:SIZE]
+        if output.requires_grad:
+            output.register_hook(lambda _: backward_start.append(time.perf_counter()))
+        return output
 
 
 class _Paced(Function):
-    """The first operation of a PacedBlock: its backward runs last and sleeps for the rest of the block's time."""
+    """The first operation of a PacedBlock. Its backward runs last and sleeps for the remaining time of the block."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor, unit: float, began: list[float]) -> Tensor:
-        ctx.unit, ctx.began = unit, began
+    def forward(ctx: Any, x: Tensor, _: Tensor, unit: float, backward_start: list[float]) -> Tensor:
+        ctx.unit, ctx.backward_start = unit, backward_start
         time.sleep(unit)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        time.sleep(max(0.0, ctx.began[0] + 2 * ctx.unit - time.perf_counter()))
+        time.sleep(max(0.0, ctx.backward_start[0] + 2 * ctx.unit - time.perf_counter()))
         return gradient, None, None, None
 
 
 def costs(num_stages: int, unit: float) -> StageCosts:
-    """What the passes take: without an input that needs a gradient, the first stage does all in its weight gradient."""
+    """Costs of stages of one SleepingBlock; the first has no input gradient, and its weight gradient sleeps twice."""
     others = (unit,) * (num_stages - 1)
     return StageCosts((unit,) * num_stages, (0.0, *others), (2 * unit, *others))

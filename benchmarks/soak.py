@@ -1,8 +1,8 @@
-"""Injects a fault into a training every few seconds and compares it with an undisturbed one.
+"""soak: injects a fault into a training run every few seconds and compares its losses with those of a run without.
 
-`python -m benchmarks.soak [SECONDS [EVERY [SEED]]]` prints the faults, restarts, lost steps and differences; it fails
-if a loss differs, a requested stop loses steps, or anything is left behind. Then the files of both trainings, their
-output and the list of faults are kept in `soak-log`.
+`python -m benchmarks.soak [SECONDS [EVERY [SEED]]]` prints faults, restarts, lost steps and differences. It fails if a
+loss differs, if a requested stop loses steps, or if a process or temporary file is left. Then it copies the files and
+output of both runs and the list of faults to `soak-log`.
 """
 
 import contextlib
@@ -18,38 +18,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.damages import flip
-from benchmarks.process_checks import left_over
 from benchmarks.short_training import ShortTraining
-from benchmarks.watched_training import WatchedTraining
+from benchmarks.watched_training import WatchedTraining, left_over
 from penstock.checkpoint import TEMPORARY, CheckpointDir
 
 RANKS, EVERY_STEPS = 2, 20
-_LOOK_SECONDS = 0.01
-_PATIENCE_SECONDS = 300.0
+_POLL_SECONDS = 0.01
+_TIMEOUT_SECONDS = 300.0
 LOG = Path("soak-log")
 
 
 @dataclass
-class Tally:
-    """Counts so far."""
+class Counts:
+    """Counts of a run so far."""
 
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     lost: int = 0
-    """steps that had to be repeated"""
+    """repeated steps"""
     most_lost: int = 0
     lost_by_request: int = 0
-    """those lost although a stop was requested, so that the run could save"""
+    """repeated steps after a requested stop, at which the run could have saved"""
     longest_seconds: float = 0.0
-    """from a fault to the next step"""
+    """maximum from a fault to the next step"""
 
 
 class FaultSequence:
-    """Injects faults into a training one after another and waits until it resumes."""
+    """Injects faults into a run, one after another, and waits until it resumes after each."""
 
     def __init__(self, training: WatchedTraining, seed: int) -> None:
         self._training, self._rng = training, random.Random(seed)
-        self.tally = Tally()
+        self.counts = Counts()
         self.log: list[str] = []
         """a line for every fault"""
         self._kinds: dict[str, Callable[[], None]] = {
@@ -67,20 +66,20 @@ class FaultSequence:
         return self._rng.randrange(RANKS)
 
     def inject(self, number: int) -> None:
-        """Inject one fault and wait for the next step; kinds alternate."""
+        """Injects a fault and waits for the next step; `number` selects its kind."""
         name = list(self._kinds)[number % len(self._kinds)]
-        began = time.monotonic()
+        start = time.monotonic()
         self.log.append(f"{time.strftime('%H:%M:%S')} {name}")
         self._kinds[name]()
-        resumed = self._training.resumed(_PATIENCE_SECONDS)
+        resumed = self._training.resumed(_TIMEOUT_SECONDS)
         lost = resumed.reached - resumed.first
-        tally = self.tally
-        tally.faults[name] += 1
-        tally.lost += lost
-        tally.most_lost = max(tally.most_lost, lost)
-        tally.lost_by_request += lost if "asked" in name else 0
-        tally.longest_seconds = max(tally.longest_seconds, time.monotonic() - began)
-        outcome = f"{time.monotonic() - began:.1f} s, {lost} steps repeated"
+        counts = self.counts
+        counts.faults[name] += 1
+        counts.lost += lost
+        counts.most_lost = max(counts.most_lost, lost)
+        counts.lost_by_request += lost if "asked" in name else 0
+        counts.longest_seconds = max(counts.longest_seconds, time.monotonic() - start)
+        outcome = f"{time.monotonic() - start:.1f} s, {lost} steps repeated"
         self.log[-1] += f": {outcome}"
         print(f"  {name}: {outcome}", flush=True)
 
@@ -88,40 +87,40 @@ class FaultSequence:
         self._training.signal_rank(self._rank, signal.SIGKILL)
 
     def _kill_in_a_save(self) -> None:
-        """Kill a rank a random moment after a save has begun."""
+        """Kills a rank up to 20 ms after a save has begun."""
         saved = self._training.directory / "saved"
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + _TIMEOUT_SECONDS
         while not any(saved.glob(f"{TEMPORARY}*")) and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_POLL_SECONDS / 10)
         time.sleep(self._rng.uniform(0.0, 0.02))
         self._kill()
 
     def _damage(self) -> None:
         saved = self._training.directory / "saved"
         self._kill()
-        # The launcher takes a moment to end the other ranks, so the damage is done before anything is read.
+        # The launcher needs longer to end the other ranks, so the file is damaged before it is read.
         flip(CheckpointDir(saved).checkpoints[0], self._rng)
 
 
 def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:
-    """Whether a training survives with the losses of an undisturbed one; prints a summary."""
+    """Injects faults, prints a summary, and returns whether all losses equal those of a run without faults."""
     with _pair() as (training, reference):
         faults, is_good = FaultSequence(training, seed), False
         try:
-            training.wait_for_steps(1, _PATIENCE_SECONDS)
-            began, number = time.monotonic(), 0
-            while time.monotonic() - began + every < seconds:
-                time.sleep(max(0.0, began + (number + 1) * every - time.monotonic()))
+            training.wait_for_steps(1, _TIMEOUT_SECONDS)
+            start, number = time.monotonic(), 0
+            while time.monotonic() - start + every < seconds:
+                time.sleep(max(0.0, start + (number + 1) * every - time.monotonic()))
                 faults.inject(number)
                 number += 1
             training.stop()
             losses = training.losses
-            reference.wait_for_steps(len(losses), _PATIENCE_SECONDS)
+            reference.wait_for_steps(len(losses), _TIMEOUT_SECONDS)
             reference.stop()
-            faults.tally.restarts = training.num_starts - 1
+            faults.counts.restarts = training.num_starts - 1
             scratch = [left_over(one.scratch, one.directory) for one in (training, reference)]
             left = [name for names in scratch for name in names]
-            is_good = _summarize(faults.tally, losses, reference.losses[: len(losses)], left)
+            is_good = _summarize(faults.counts, losses, reference.losses[: len(losses)], left)
         finally:
             if not is_good:
                 _keep_log(faults.log, training.directory, reference.directory)
@@ -129,20 +128,20 @@ def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:
 
 
 def _keep_log(faults: list[str], disturbed: Path, undisturbed: Path) -> None:
-    """Copy everything that shows what went wrong to LOG, in place of an earlier log."""
+    """Copies the files of both runs and the list of faults to LOG, which is emptied first."""
     shutil.rmtree(LOG, ignore_errors=True)
     for name, directory in (("disturbed", disturbed), ("undisturbed", undisturbed)):
-        # The training may still run: its files come and go.
+        # The run may not have ended, so files can vanish while they are copied.
         with contextlib.suppress(shutil.Error):
             shutil.copytree(directory, LOG / name, ignore=shutil.ignore_patterns("scratch"))
     (LOG / "faults.txt").write_text("\n".join(faults) + "\n", encoding="utf-8")
-    print(f"the files of both trainings are in {LOG.resolve()}")
+    print(f"the files of both runs are in {LOG.resolve()}")
 
 
 @contextmanager
 def _pair() -> "Iterator[tuple[WatchedTraining, WatchedTraining]]":
     with ShortTraining.made(RANKS) as one, ShortTraining.made(RANKS) as other:
-        # With the same plan the losses are bit-identical.
+        # Losses are bit-identical only with the same plan.
         plan = (one.directory / "plan.json").read_bytes()
         (other.directory / "plan.json").write_bytes(plan)
         disturbed, undisturbed = WatchedTraining(one.directory, EVERY_STEPS), WatchedTraining(other.directory, 1000)
@@ -150,21 +149,21 @@ def _pair() -> "Iterator[tuple[WatchedTraining, WatchedTraining]]":
             yield training, reference
 
 
-def _summarize(tally: Tally, losses: list[float], wanted: list[float], left: list[str]) -> bool:
-    differences = sum(ours != theirs for ours, theirs in zip(losses, wanted, strict=False))
-    differences += abs(len(losses) - len(wanted))
-    for name, count in tally.faults.items():
+def _summarize(counts: Counts, losses: list[float], expected: list[float], left: list[str]) -> bool:
+    differences = sum(ours != theirs for ours, theirs in zip(losses, expected, strict=False))
+    differences += abs(len(losses) - len(expected))
+    for name, count in counts.faults.items():
         print(f"{count:6} x {name}")
-    print(f"{sum(tally.faults.values()):6} faults, {tally.restarts} restarts, {len(losses)} steps")
-    print(f"{tally.lost:6} steps repeated, at most {tally.most_lost} after one fault (saved every {EVERY_STEPS})")
-    print(f"{tally.lost_by_request:6} steps lost although a stop was requested")
-    print(f"{differences:6} differences to the undisturbed training")
-    print(f"{tally.longest_seconds:6.1f} s at most from a fault to the next step")
+    print(f"{sum(counts.faults.values()):6} faults, {counts.restarts} restarts, {len(losses)} steps")
+    print(f"{counts.lost:6} steps repeated, at most {counts.most_lost} after one fault (saved every {EVERY_STEPS})")
+    print(f"{counts.lost_by_request:6} steps lost although a stop was requested")
+    print(f"{differences:6} losses that differ from the run without faults")
+    print(f"{counts.longest_seconds:6.1f} s at most from a fault to the next step")
     print(f"{len(left):6} processes or files left behind {' '.join(left)}")
-    return not (differences or tally.lost_by_request or left) and tally.longest_seconds <= _PATIENCE_SECONDS
+    return not (differences or counts.lost_by_request or left) and counts.longest_seconds <= _TIMEOUT_SECONDS
 
 
 if __name__ == "__main__":
-    # Asked to stop, the log is kept as after any other end.
+    # As an exception, so that the log is written on SIGTERM as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(0 if soak(*map(float, sys.argv[1:3]), *map(int, sys.argv[3:4])) else 1)

@@ -1,7 +1,7 @@
-"""How good synthesised orders are: against the optimum, a bound, and named schedules.
+"""synthesis: makespans of synthesised schedules, compared with optima, lower bounds and named schedules.
 
-The solver starts every problem from scratch. Where it does not finish in time, nothing is claimed: the order then
-counts as optimal only if it meets the bound.
+The exact solver starts from the synthesised schedule and looks for a shorter one. If it does not finish in time, the
+shortest schedule that it found is the best known.
 """
 
 import csv
@@ -24,28 +24,28 @@ from penstock.schedules import build
 from penstock.simulate import simulate
 
 _KEPT, _KEPT_BY_SMALLEST, _LATE = 740, 873, 320
-"""bytes that a layer of the paper's models keeps, per ten tokens and channels: 34 + 5 heads x tokens / channels until
-its input gradient, 32 until its weight gradient; the smallest model has more heads for its width than the others"""
+"""bytes per ten tokens and channels that a layer of the paper's models keeps: 34 + 5 heads x tokens / channels until
+its input gradient, and 32 until its weight gradient; the smallest model has more heads per channel than the others"""
 _SMALLEST = (8, 2e4)
-"""the ranks of the smallest model, and microseconds that its forwards do not reach"""
+"""identify the smallest model: its ranks, and an upper limit of its forwards in microseconds"""
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "zero_bubble_table.csv"
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about synthesised orders; published results only if they are there."""
+    """All tables of this benchmark."""
     ours = (certified(), optimal(), near_the_bound(), large(), against_named())
     return (*ours, published()) if GOLDEN.exists() else ours
 
 
 def certified(count: int = 500, limit_seconds: float = 60.0) -> Table:
-    """How often the bound is above the optimum of instances that the solver solves without knowing the bound."""
+    """Counts the instances whose lower bound is above the proven optimum, which must be none."""
 
     def lines() -> Iterator[Line]:
         for ranks in (2, 3):
             solved, wrong, tight = 0, 0, 0
             for instance in instances(count // 2, seed=ranks, most_ranks=ranks, microbatches=(1, 5)):
                 bound = lower_bound(instance.problem).seconds
-                proof = _proof(
+                proof = _prove(
                     instance.problem,
                     synthesise(instance.problem, budget_seconds=0.2, may_prove=False),
                     0.0,
@@ -58,11 +58,11 @@ def certified(count: int = 500, limit_seconds: float = 60.0) -> Table:
             yield Line(cells, wrong, 0, at_least=False)
 
     columns = ("", "instances", "solved", "bound met", "violated")
-    return Table("the lower bound against proven optima", columns, lines())
+    return Table("lower bound compared with proven optima", columns, lines())
 
 
 def optimal(count: int = 100, budget_seconds: float = 10.0, limit_seconds: float = 60.0) -> Table:
-    """Small instances at the memory of 1f1b and below: how often orders are proven optima, and how far others are."""
+    """Small instances: share of schedules that are as good as the best known, and the largest ratio to it."""
 
     def lines() -> Iterator[Line]:
         ratios, unproven = [], 0
@@ -71,7 +71,7 @@ def optimal(count: int = 100, budget_seconds: float = 10.0, limit_seconds: float
             if made.gap <= 1e-7:
                 ratios.append(1.0)
                 continue
-            proof = _proof(instance.problem, made, made.bound.seconds, limit_seconds)
+            proof = _prove(instance.problem, made, made.bound.seconds, limit_seconds)
             unproven += not proof.is_optimal
             ratios.append(made.seconds / proof.seconds)
             if ratios[-1] > 1 + 1e-9 or not proof.is_optimal:
@@ -81,11 +81,12 @@ def optimal(count: int = 100, budget_seconds: float = 10.0, limit_seconds: float
         yield Line(("best known", *cells, f"{met / count:.2f}"), met / count, 0.95)
         yield Line(("worst", *cells, f"{max(ratios):.4f}"), max(ratios), 1.01, at_least=False)
 
-    return Table("small problems against the solver", ("", "instances", "met", "unproven", "figure"), lines())
+    columns = ("", "instances", "met", "unproven", "value")
+    return Table("synthesised schedules compared with the exact solver, small problems", columns, lines())
 
 
 def near_the_bound(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 8.0) -> Table:
-    """Larger problems at the memory of 1f1b."""
+    """Larger problems with the memory of 1f1b: makespan divided by the lower bound, and CPU seconds."""
 
     def lines() -> Iterator[Line]:
         for stages, shape, target in ((1, "loop", 1.03), (2, "vee", 1.03), (2, "loop", 1.05)):
@@ -94,18 +95,18 @@ def near_the_bound(ranks: int = 8, microbatches: int = 32, budget_seconds: float
                 begin = process_time()
                 made = synthesise(problem, budget_seconds=budget_seconds)
                 cpu = process_time() - begin
-                figures = (f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{cpu:.1f}", f"{1 + made.gap:.4f}")
-                yield Line((f"{shape} x {stages}", kind, *figures), 1 + made.gap, target, at_least=False)
+                values = (f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{cpu:.1f}", f"{1 + made.gap:.4f}")
+                yield Line((f"{shape} x {stages}", kind, *values), 1 + made.gap, target, at_least=False)
                 yield Line(
-                    (f"{shape} x {stages}", "CPU seconds", *figures[:2], "", figures[2]), cpu, 10.0, at_least=False
+                    (f"{shape} x {stages}", "CPU seconds", *values[:2], "", values[2]), cpu, 10.0, at_least=False
                 )
 
-    title = f"{ranks} ranks, {microbatches} microbatches, memory of 1f1b"
+    title = f"synthesised schedules / lower bound, {ranks} ranks, {microbatches} microbatches, memory of 1f1b"
     return Table(title, ("placement", "costs", "seconds", "bound", "CPU s", "ratio"), lines())
 
 
 def large(ranks: int = 64, microbatches: int = 1024, budget_seconds: float = 10.0) -> Table:
-    """Problems so large that only the schedules of the table and one greedy run are affordable."""
+    """CPU seconds of problems for which the budget suffices for named schedules and one greedy run only."""
 
     def lines() -> Iterator[Line]:
         for kind in ("balanced", "random"):
@@ -121,27 +122,28 @@ def large(ranks: int = 64, microbatches: int = 1024, budget_seconds: float = 10.
 
 
 def against_named(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 8.0) -> Table:
-    """Layers and a heavy head, cut so that ranks are even: named schedules over what is made at their memory."""
+    """Named schedules divided by synthesised ones with the same memory; layers and a heavy head on balanced ranks."""
 
     def lines() -> Iterator[Line]:
         for name, target in (("zbv", 1.03), ("interleaved_zb", 1.10), ("interleaved", 1.20)):
             for layers, head in ((32, 4), (48, 6)):
                 placement = build(name, ranks, microbatches, 2).placement
-                costs = _even(placement, layers, head)
+                costs = _balanced_costs(placement, layers, head)
                 trace = simulate(lower(build(name, ranks, microbatches, 2)), costs, Cluster(ranks))
                 peaks = tuple(int(trace.peak_bytes(rank)) for rank in range(ranks))
                 problem = ScheduleProblem.of(costs, placement, microbatches, Cluster(ranks, memory=peaks))
                 made = synthesise(problem, budget_seconds=budget_seconds)
                 ratio = trace.makespan / made.seconds
-                figures = (f"{trace.makespan:g}", f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{ratio:.3f}")
-                yield Line((name, f"{layers} + {head}", *figures), ratio, target)
+                values = (f"{trace.makespan:g}", f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{ratio:.3f}")
+                yield Line((name, f"{layers} + {head}", *values), ratio, target)
 
-    columns = ("schedule", "layers", "named", "made", "bound", "ratio")
-    return Table(f"uneven stages, even ranks: {ranks} ranks, {microbatches} microbatches", columns, lines())
+    columns = ("schedule", "layers", "named", "synthesised", "bound", "ratio")
+    title = f"named / synthesised schedules, uneven stages, {ranks} balanced ranks, {microbatches} microbatches"
+    return Table(title, columns, lines())
 
 
 def published(budget_seconds: float = 10.0) -> Table:
-    """Bubble rates of the zero-bubble paper's search with twice the memory of 1f1b; ours must not be larger."""
+    """Bubble rates compared with those of the zero-bubble paper's search, with twice the memory of 1f1b."""
 
     def lines() -> Iterator[Line]:
         with GOLDEN.open(encoding="utf-8") as file:
@@ -157,20 +159,20 @@ def published(budget_seconds: float = 10.0) -> Table:
                 made = synthesise(problem, budget_seconds=budget_seconds * (1 if ranks < 32 else 4))
                 work = microbatches * sum(each[0] for each in passes)
                 rate, least = 1 - work / made.seconds, 1 - work / made.bound.seconds
-                figures = (row["rate_zb_h2"], row["rate_zb_2p"], f"{max(least, 0.0):.4f}", f"{rate:.4f}")
+                values = (row["rate_zb_h2"], row["rate_zb_2p"], f"{max(least, 0.0):.4f}", f"{rate:.4f}")
                 target = float(row["rate_zb_2p"])
-                yield Line((f"{ranks} x {microbatches}", *figures), round(rate, 4), target, at_least=False)
+                yield Line((f"{ranks} x {microbatches}", *values), round(rate, 4), target, at_least=False)
 
     columns = ("ranks x m", "zb_h2", "zb_2p", "bound", "ours")
-    return Table("bubble rates against the zero-bubble paper's search", columns, lines())
+    return Table("bubble rates compared with the zero-bubble paper's search", columns, lines())
 
 
-def _proof(problem: ScheduleProblem, made: Synthesis, bound: float, limit_seconds: float) -> Proof:
+def _prove(problem: ScheduleProblem, made: Synthesis, bound: float, limit_seconds: float) -> Proof:
     return prove(problem, rank_orders(made.best.schedule), bound, limit_seconds)
 
 
-def _even(placement: Placement, layers: int, head: int) -> StageCosts:
-    """Equal layers and a head worth several of them, cut so that the sums of ranks are even; a byte per layer."""
+def _balanced_costs(placement: Placement, layers: int, head: int) -> StageCosts:
+    """Costs of equal layers and a head as long as several, cut so that ranks are balanced; one byte per layer."""
     graph, profile = chain([1.0] * layers + [float(head)])
     division = divide("linear", Problem(graph, profile, Cluster(placement.num_ranks), placement))
     work = tuple(sum(profile[name].forward for name in stage) for stage in division.partition.stages)

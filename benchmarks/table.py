@@ -1,4 +1,4 @@
-"""Tables of results, each compared with its target."""
+"""Tables of measured values, each compared with its target."""
 
 import math
 from collections.abc import Iterable
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Line:
-    """Figures to show and the one that counts; `at_least` says on which side of the target it must be.
+    """One row of a table: the cells to print, and the value that is compared with the target.
 
-    An infinite target, which every value meets, is none: the figures are reported only.
+    The value must be at least the target, or at most with `at_least=False`. An infinite target means that there is
+    none: the row is for information.
     """
 
     cells: tuple[str, ...]
@@ -19,12 +20,12 @@ class Line:
 
     @property
     def passes(self) -> bool:
-        """Whether the target is met."""
+        """Whether the value meets the target."""
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells, the target and the verdict."""
+        """The cells, the target, and PASS or FAIL."""
         if math.isinf(self.target):
             return (*self.cells, "none", "")
         sign = ">=" if self.at_least else "<="
@@ -33,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A title, names of columns, and lines that are measured as they are asked for."""
+    """A title, column names, and lines; the lines may be a generator that measures each one when it is requested."""
 
     title: str
     columns: tuple[str, ...]
@@ -41,11 +42,11 @@ class Table:
 
     @property
     def passes(self) -> bool:
-        """Whether all lines pass; measures them, unless they are those of a table that was shown."""
+        """Whether all lines meet their targets."""
         return all(line.passes for line in self.lines)
 
     def show(self) -> "Table":
-        """Print line after line as they come in; returns the table with all of them."""
+        """Measures the lines, prints each as soon as it is measured, and returns the table with the list of them."""
         print(f"\n{self.title}\n{_text((*self.columns, 'target', ''))}", flush=True)
         lines = []
         for line in self.lines:
@@ -55,5 +56,5 @@ class Table:
 
 
 def _text(row: tuple[str, ...]) -> str:
-    figures = "".join(f"{cell:>12}" for cell in row[1:-1])
-    return f"  {row[0]:<16}{figures}  {row[-1]}".rstrip()
+    columns = "".join(f"{cell:>12}" for cell in row[1:-1])
+    return f"  {row[0]:<16}{columns}  {row[-1]}".rstrip()

@@ -1,4 +1,4 @@
-"""The agent of torchrun is killed at random moments: its ranks end, release the directory, and the run resumes."""
+"""torchrun_kills: the torchrun agent is killed at random times; its ranks must end, and the run must resume."""
 
 import fcntl
 import os
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import is_as_clean
-from benchmarks.process_checks import left_over
 from benchmarks.short_training import COMMAND, ShortTraining
 from benchmarks.table import Line, Table
+from benchmarks.watched_training import left_over
 
 RANKS, STEPS, LIMIT_SECONDS = 2, 150, 5.0
-_MOST_STEPS = 6
-_PATIENCE_SECONDS, _START_SECONDS = 20.0, 300.0
+_MAX_STEPS = 6
+_END_TIMEOUT_SECONDS, _START_TIMEOUT_SECONDS = 20.0, 300.0
 _POLL_SECONDS = 0.02
 LOADER = """\
 import time
@@ -37,20 +37,20 @@ def batches():
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `python -m benchmarks torchrun_kills` shows."""
+    """All tables of this benchmark."""
     return (killed_agents(),)
 
 
 @dataclass(frozen=True)
 class Killed:
-    """What follows on the kill of the agent."""
+    """The state after the agent was killed."""
 
     seconds: float
     """until every rank and every data-loader worker has ended"""
     is_free: bool
     """whether the lock of the checkpoint directory is released"""
-    files: list[str]
-    """of penstock, left in the directory for temporary files"""
+    left: list[str]
+    """processes, and temporary files of penstock"""
 
 
 class Torchrun:
@@ -72,42 +72,42 @@ class Torchrun:
 
     @property
     def num_steps(self) -> int:
-        """The steps in the log so far."""
+        """The number of steps in the log."""
         log = self._directory / "out" / "steps.jsonl"
         return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
 
     @property
     def _num_processes(self) -> int:
-        """The agent, its ranks and their workers."""
+        """The number of processes: the agent, ranks, and data-loader workers."""
         return sum(name.startswith("process") for name in left_over(self._scratch, self._directory))
 
     def wait_for_ranks(self) -> None:
-        """Wait until the ranks are started."""
+        """Waits until the ranks have started."""
         self._wait_until(lambda: self._num_processes > RANKS)
 
     def wait_for_steps(self, number: int) -> None:
-        """Wait until the log has a number of steps."""
+        """Waits until the log has a number of steps."""
         self._wait_until(lambda: self.num_steps >= number)
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + _START_SECONDS
+        end = time.monotonic() + _START_TIMEOUT_SECONDS
         while not condition():
             assert self.process.poll() is None, f"torchrun ended with {self.process.returncode}"
-            assert time.monotonic() < end, "training does not begin"
+            assert time.monotonic() < end, "training does not start"
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> Killed:
-        """Kill the agent only, and wait for its ranks."""
+        """Kills the agent only, and waits until its ranks have ended."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        began = time.monotonic()
-        while time.monotonic() - began < _PATIENCE_SECONDS:
+        start = time.monotonic()
+        while time.monotonic() - start < _END_TIMEOUT_SECONDS:
             left, is_free = left_over(self._scratch, self._directory), _is_free(self._directory / "saved")
             if is_free and not left:
                 break
             time.sleep(_POLL_SECONDS)
-        seconds = time.monotonic() - began
-        for name in left:  # so that the next round starts in a quiet directory
+        seconds = time.monotonic() - start
+        for name in left:  # they would disturb the next round
             if name.startswith("process"):
                 os.kill(int(name.split()[1]), signal.SIGKILL)
         return Killed(seconds, is_free, left)
@@ -127,7 +127,7 @@ def _is_free(directory: Path) -> bool:
 
 
 def killed_agents(rounds: int = 20) -> Table:
-    """In how many rounds everything ends in time, each round resuming the run of the one before."""
+    """Counts the rounds in which all processes end in time; each round resumes the run of the one before."""
 
     def lines() -> Iterator[Line]:
         rng = random.Random(0)
@@ -140,8 +140,8 @@ def killed_agents(rounds: int = 20) -> Table:
             found = []
             for _ in range(rounds):
                 torchrun = Torchrun(training, scratch)
-                steps = torchrun.num_steps + rng.randrange(_MOST_STEPS)
-                # Every third kill comes while the ranks are starting.
+                steps = torchrun.num_steps + rng.randrange(_MAX_STEPS)
+                # A third of the kills come while the ranks start.
                 torchrun.wait_for_ranks()
                 if rng.randrange(3):
                     torchrun.wait_for_steps(steps + 1)
@@ -149,13 +149,13 @@ def killed_agents(rounds: int = 20) -> Table:
                 else:
                     time.sleep(rng.uniform(0.0, 2.0))
                 found.append(torchrun.kill())
-            good = sum(kill.seconds <= LIMIT_SECONDS and kill.is_free and not kill.files for kill in found)
-            yield Line(("rounds in which all ends", str(rounds), str(good)), good, rounds)
+            passed = sum(kill.seconds <= LIMIT_SECONDS and kill.is_free and not kill.left for kill in found)
+            yield Line(("rounds passed", str(rounds), str(passed)), passed, rounds)
             latest = max(kill.seconds for kill in found)
-            yield Line(("seconds, at most", str(rounds), f"{latest:.2f}"), latest, LIMIT_SECONDS, at_least=False)
-            # The same data: a loader that draws all batches at once leaves another random state in checkpoints.
+            yield Line(("maximum seconds", str(rounds), f"{latest:.2f}"), latest, LIMIT_SECONDS, at_least=False)
+            # With the same loader: it draws all batches at once, which changes the random state in checkpoints.
             options = ("--data", "loader.py:batches", "--resume", "auto", "--plan", "plan.json")
             ended = training.run((), *options, steps=STEPS, fresh=False)
             yield Line(("same losses", "1", str(int(is_as_clean(ended, clean)))), is_as_clean(ended, clean), 1)
 
-    return Table("the agent of torchrun is killed", ("", "rounds", "figure"), lines())
+    return Table("torchrun agent killed", ("", "rounds", "value"), lines())

@@ -1,4 +1,4 @@
-"""verifier: `verify` beside an exhaustive search over all interleavings of small programs.
+"""verifier: `verify` compared with an exhaustive search over all interleavings of small programs.
 
     python -m benchmarks verifier              # complete for the smallest programs, samples of larger ones
     python -m benchmarks.verifier --complete   # also the 705,600 programs of a vee of 2 ranks with split backwards
@@ -15,8 +15,8 @@ every reachable state; a test compares the two.
 
 `verify` must accept a program exactly if it is right under rendezvous and in order, and then it is right with buffers
 too. Complete enumerations have every order of the passes and messages of every rank, microbatches renumbered in the
-order of rank 0; "legal" ones only those in which a rank makes a value before it uses or sends it and posts a receive
-before it uses its values, as all others are refused by one look at one rank.
+order of rank 0. Legal orders are those in which a rank makes a value before it uses or sends it, and posts a receive
+before it uses the values; all others can be refused without looking at other ranks.
 """
 
 import argparse
@@ -357,12 +357,12 @@ def tables(num_sampled: int = 300, with_largest: bool = False) -> tuple[Table, .
 
     return (
         Table(
-            "verify beside an exhaustive search, every program",
+            "verify compared with an exhaustive search, all programs",
             columns,
             (line(family, family.programs(is_legal)) for family, is_legal in complete),
         ),
         Table(
-            "verify beside an exhaustive search, samples",
+            "verify compared with an exhaustive search, samples",
             columns,
             (line(family, samples(family, seed)) for seed, family in enumerate(SAMPLED)),
         ),

@@ -1,11 +1,10 @@
-"""vocabulary: what splitting the output layer along a vocabulary of 128k gains over the best plan with a whole one.
+"""vocabulary: gain of a split output layer (`vocabulary_shards`) over a whole one, for 128,000 words.
 
-The gain is predicted for 8 H100 on 8 nodes, predicted and measured on ranks whose blocks and shards sleep, and
-predicted and measured on two ranks that compute. Both plans are the best that the planner finds, and the loss counts in
-both. `python -m benchmarks.vocabulary computing` shows one table, in less than three minutes.
+The gain is the step of the best plan with a whole layer divided by the step of the best plan with shards. It is
+predicted for 8 H100 on 8 nodes, and predicted and measured on ranks that sleep and on two ranks that compute. Steps
+include the loss.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,27 +15,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from benchmarks.interleaved import joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock, sleep
 from benchmarks.table import Line, Table
+from benchmarks.timing import combine_ranks, load_average, run_interleaved
 from penstock.capture.sharded_logits import VocabularyShard
 from penstock.demo.gpt import Sizes, batch, gpt, loss
 
 _WORDS = 128_000
 _PREDICTED, _SLEEPING, _COMPUTING = 1.3, 1.4, 1.4
-"""least gain of each kind"""
+"""minimum gain of each table"""
 _ERROR = 0.05
-"""of the measured gain of sleeping ranks against the predicted one"""
+"""maximum relative difference of measured and predicted gain if ranks sleep; twice that if they compute"""
 _LAYERS, _HEAD, _UNIT = 8, 5, 0.01
-"""sleeping blocks, how many of them an output layer is worth, and seconds of a pass: as in a model of 1B parameters"""
+"""number of blocks, duration of the output layer in blocks (as in a model with 1B parameters), and seconds of a pass"""
 _SLEEPING_WORDS = 64
 _SIZES = Sizes(2, 128, 4, _WORDS, 128, 4, 4)
 LossFn = Callable[[Any, Any], Tensor]
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about split output layers."""
-    return tuple(make() for make in TABLES.values())
+    """All tables of this benchmark."""
+    return (predicted(), sleeping(), computing())
 
 
 def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20.0) -> Table:
@@ -67,11 +66,11 @@ def predicted(ranks: int = 8, microbatches: int = 32, budget_seconds: float = 20
         yield Line(("1B, 8 x h100", *(f"{each:.3f}" for each in seconds), f"{gain:.3f}"), gain, _PREDICTED)
 
     columns = ("model", "whole", "shards", "gain")
-    return Table(f"vocabulary of {_WORDS:,} words, predicted seconds of a step", columns, lines())
+    return Table(f"vocabulary of {_WORDS:,} words, predicted seconds per step", columns, lines())
 
 
 def sleeping(ranks: int = 4, microbatches: int = 16, times: int = 3, budget_seconds: float = 10.0) -> Table:
-    """The gain on sleeping ranks, against the predicted gain."""
+    """Predicted and measured gain on ranks that sleep."""
     blocks = [SleepingBlock(_UNIT) for _ in range(_LAYERS)]
     model = nn.Sequential(*blocks, nn.Linear(SIZE, _SLEEPING_WORDS, bias=False))
     inputs = torch.ones(microbatches, SIZE), torch.zeros(microbatches, dtype=torch.long)
@@ -81,8 +80,10 @@ def sleeping(ranks: int = 4, microbatches: int = 16, times: int = 3, budget_seco
 
 
 def computing(sizes: Sizes = _SIZES, times: int = 3, budget_seconds: float = 10.0) -> Table:
-    """The gain of a GPT on two ranks that compute, against the predicted gain."""
-    title = f"a GPT of {sizes.layers} layers, d={sizes.width}, {sizes.vocabulary:,} words, two ranks of one thread"
+    """Predicted and measured gain of a GPT on two ranks that compute."""
+    title = (
+        f"GPT with {sizes.layers} layers, d={sizes.width}, {sizes.vocabulary:,} words, two ranks with one thread each"
+    )
     return _measured(title, gpt(sizes), batch(sizes), loss, 2, sizes.microbatches, times, budget_seconds, sleeps=False)
 
 
@@ -97,7 +98,7 @@ def _measured(
     budget_seconds: float,
     sleeps: bool,
 ) -> Table:
-    """Predicted and measured seconds without and with shards; the measured gain must be the predicted one."""
+    """Predicted and measured seconds per step without and with shards, the gains, and their relative difference."""
 
     def lines() -> Iterator[Line]:
         with sleeping_head() if sleeps else ExitStack():
@@ -114,18 +115,20 @@ def _measured(
                 )
                 for name, shards in (("whole", None), ("shards", ranks))
             }
-        steps = joined(penstock.launch(_steps, ranks, plans, model, inputs, loss_fn, times, sleeps), tuple(plans))
+        steps = combine_ranks(
+            penstock.launch(_steps, ranks, plans, model, inputs, loss_fn, times, sleeps), tuple(plans)
+        )
         found = {name: min(step.seconds for step in steps[name]) for name in plans}
         expected = {name: plan.predicted.makespan for name, plan in plans.items()}
         gains = [seconds["whole"] / seconds["shards"] for seconds in (expected, found)]
         for name, seconds, gain in zip(("predicted", "measured"), (expected, found), gains, strict=True):
-            cells = (name, f"{seconds['whole']:.3f}", f"{seconds['shards']:.3f}", load(), f"{gain:.3f}")
+            cells = (name, f"{seconds['whole']:.3f}", f"{seconds['shards']:.3f}", load_average(), f"{gain:.3f}")
             yield Line(cells, gain, _SLEEPING if sleeps else _COMPUTING)
         error = abs(gains[1] / gains[0] - 1)
         limit = _ERROR if sleeps else 2 * _ERROR
-        yield Line(("error", "", "", load(), f"{error:.2%}"), error, limit, at_least=False)
+        yield Line(("error", "", "", load_average(), f"{error:.2%}"), error, limit, at_least=False)
 
-    return Table(f"{title}, seconds of a step; least of {times}", ("", "whole", "shards", "load", "gain"), lines())
+    return Table(f"{title}; seconds per step, minimum of {times}", ("", "whole", "shards", "load", "gain"), lines())
 
 
 def _steps(
@@ -136,22 +139,22 @@ def _steps(
     times: int,
     sleeps: bool,
 ) -> Any:
-    """On one rank: steps of all plans in turn."""
+    """Measures steps of all plans on this rank, interleaved."""
     with sleeping_head() if sleeps else ExitStack():
         pipes = {name: penstock.Pipeline(model, plan, loss_fn=loss_fn) for name, plan in plans.items()}
-        runs = {name: lambda pipe=pipe: pipe.step(inputs[0], target=inputs[1]) for name, pipe in pipes.items()}
+        calls = {name: lambda pipe=pipe: pipe.step(inputs[0], target=inputs[1]) for name, pipe in pipes.items()}
 
-        def forget() -> None:
+        def zero_grad() -> None:
             for pipe in pipes.values():
                 for parameter in pipe.parameters():
                     parameter.grad = None
 
-        return take_turns(runs, times, between=forget)
+        return run_interleaved(calls, times, before_each=zero_grad)
 
 
 @contextmanager
 def sleeping_head() -> Iterator[None]:
-    """Output layers and their shards sleep in proportion to their words, inside the context."""
+    """Makes output layers and their shards sleep in proportion to their words inside the context."""
     linear, shard = nn.Linear.forward, VocabularyShard.forward
 
     def slept(x: Tensor, words: int) -> Tensor:
@@ -169,10 +172,3 @@ def sleeping_head() -> Iterator[None]:
         mock.patch.object(VocabularyShard, "forward", sleeping_shard),
     ):
         yield
-
-
-TABLES: dict[str, Callable[[], Table]] = {"predicted": predicted, "sleeping": sleeping, "computing": computing}
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or TABLES:
-        TABLES[name]().show()

@@ -22,7 +22,7 @@ def make_model() -> nn.Module:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tokens and next tokens, the same batches on every rank."""
+    """Return tokens and next tokens, the same batches on every rank."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 100, (STEPS, SAMPLES, LENGTH + 1), generator=generator)
     return [(batch[:, :-1], batch[:, 1:]) for batch in tokens]
@@ -70,6 +70,7 @@ def main() -> None:
     print(summary, end="\n\n")
     for step, (ours, plain) in enumerate(zip(losses, train_alone(), strict=True)):
         print(f"step {step}: pipeline {ours:.6f}, one process {plain:.6f}, difference {abs(ours - plain):.1e}")
+        assert abs(ours - plain) < 1e-4
 
 
 if __name__ == "__main__":

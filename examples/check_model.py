@@ -1,4 +1,4 @@
-"""Check whether a model trains with the same numbers as a pipeline: one call, no processes.
+"""Check whether a model has the same loss and gradients as a pipeline: one call, in this process.
 
 Run it with `python examples/check_model.py`. Replace model, batch and loss by your own.
 """
@@ -34,7 +34,7 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Check every schedule with a split backward, and one without."""
+    """Check a schedule with full backwards, and two with split backwards."""
     torch.manual_seed(0)
     model, tokens = Net(), torch.randint(0, 50, (10, 12))
     labels = tokens.roll(-1, 1)

@@ -21,7 +21,7 @@ def make_model() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Yield whole batches, for all replicas together."""
+    """Return whole batches, for all replicas together."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(STEPS, SAMPLES, WIDTH, generator=generator)
     return list(zip(inputs, torch.randint(0, 5, (STEPS, SAMPLES), generator=generator), strict=True))

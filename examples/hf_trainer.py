@@ -1,4 +1,4 @@
-"""A small Llama trained by PipelineTrainer on 2 local processes, compared with a plain Trainer, and loaded by rank.
+"""A small Llama trained by PipelineTrainer on 2 local processes, compared with Trainer; then each rank loads its part.
 
 Run it with `python examples/hf_trainer.py`.
 """
@@ -27,7 +27,7 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
     labels = tokens.clone()
     for index in range(count):
         labels[index, : index % 5] = -100
-    return [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(tokens, labels, strict=True)]
+    return [{"input_ids": row, "labels": own} for row, own in zip(tokens, labels, strict=True)]
 
 
 def settings(directory: str) -> TrainingArguments:

@@ -22,7 +22,7 @@ def make_model() -> nn.Module:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the same batches on every rank; some labels are ignored, like padding."""
+    """Return the same batches on every rank; some labels are ignored, like padding."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):

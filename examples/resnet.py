@@ -68,9 +68,9 @@ def main() -> None:
         print(f"step {step}: pipeline {loss:.6f}, plain {expected:.6f}")
         assert abs(loss - expected) < 1e-4
     state = plain.state_dict()
-    apart = max((value - state[name]).abs().max().item() for name, value in pipe.full_state_dict().items())
-    print(f"weights and running statistics differ by {apart:.1e} at most")
-    assert apart < 1e-4
+    difference = max((value - state[name]).abs().max().item() for name, value in pipe.full_state_dict().items())
+    print(f"weights and running statistics differ by {difference:.1e} at most")
+    assert difference < 1e-4
 
 
 if __name__ == "__main__":

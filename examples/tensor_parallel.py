@@ -1,6 +1,7 @@
 """A pipeline of two ranks whose layers are split over two tensor-parallel ranks each, compared with one process.
 
-Run it with `python examples/tensor_parallel.py`: 4 local processes, and the plan that the model itself comes with.
+Run it with `python examples/tensor_parallel.py`. It starts 4 local processes, and splits layers by the tensor-parallel
+plan in the configuration of the model.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""All benchmarks run in tiny sizes; only the shape of their results is checked."""
+"""All benchmarks run with tiny sizes; only the structure of their results is checked."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import (
-    accuracy,
     asynchronous,
     backward,
-    breaking,
+    call_count,
     capture,
+    documents,
     joint_plan,
     layouts,
     literature,
@@ -23,8 +23,8 @@ from benchmarks import (
     planning,
     prediction,
     published,
+    rank_failure,
     rank_sync,
-    readme,
     reference,
     results,
     runtime_compute,
@@ -35,11 +35,10 @@ from benchmarks import (
     soak,
     synthesis,
     vocabulary,
-    walk,
 )
 from benchmarks.__main__ import main
-from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
+from benchmarks.timing import cpu_seconds
 from penstock.demo.gpt import Sizes
 from penstock.schedules import SCHEDULES
 
@@ -59,16 +58,16 @@ def test_a_table_reports_whether_all_of_its_lines_pass(capsys):
 def test_the_run_fails_if_a_line_does(monkeypatch, capsys):
     for value, code in ((1.0, 0), (0.0, 1)):
         table = Table("one", ("what", "value"), [Line(("a", "1"), value, 1.0)])
-        monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": lambda table=table: (table,)})
+        monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"capture": lambda table=table: (table,)})
         assert main(["capture"]) == code
     assert capsys.readouterr().out.endswith("failed:\n  capture: one: a 1 >= 1\n")
     assert main(["cooking"]) == 2
-    assert "unknown benchmark (name: cooking)\ntry: capture" in capsys.readouterr().err
+    assert "unknown benchmark: cooking\ntry: capture" in capsys.readouterr().err
 
 
 def test_a_table_is_chosen_by_a_part_of_its_title(monkeypatch, capsys):
     tables = [Table(title, ("what", "value"), [Line(("a", "1"), 1.0, 1.0)]) for title in ("of 20 ms", "of 80 ms")]
-    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": lambda: tables})
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"capture": lambda: tables})
     assert main(["capture", "--table", "80 ms"]) == 0
     assert "of 20 ms" not in capsys.readouterr().out
     assert main(["capture", "--table", "8 s"]) == 2
@@ -77,15 +76,15 @@ def test_a_table_is_chosen_by_a_part_of_its_title(monkeypatch, capsys):
 def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_stored(monkeypatch, tmp_path, capsys):
     line = Line(("8 billion, time", "8.1 s"), 8.1, 10.0, at_least=False)
     table = Table("a plan for Llama-3 8B", ("model", ""), [line])
-    row = results.Row("planning", "joint_plan", (results.Figure("Llama", "{} s", ".0f", ("8 billion, time",)),))
+    row = results.Row("planning", "joint_plan", (results.Metric("Llama", "{} s", ".0f", ("8 billion, time",)),))
     monkeypatch.setattr(results, "ROWS", (row,))
     monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
-    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"joint_plan": lambda: (table,), "capture": lambda: 1 / 0})
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"joint_plan": lambda: (table,), "capture": lambda: 1 / 0})
     assert main(["--write"]) == 0
     assert "  PASS  planning: 8 s (target <= 10 s)" in capsys.readouterr().out
     stored = results.read(tmp_path / "results.json")
     assert [list(each.lines) for each in stored["joint_plan"].tables] == [[line]]
-    assert "| planning | 8 s | <= 10 s | `B joint_plan` |" in readme.table(stored)
+    assert "| planning | 8 s | <= 10 s | `B joint_plan` |" in documents.measured(stored)
 
 
 def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_path):
@@ -98,7 +97,7 @@ def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_pa
         return [Table(title, ("what",), lines()) for title in ("one", "two")]
 
     monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
-    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": tables})
+    monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"capture": tables})
     for title in ("", "one"):
         assert main(["--write", "--table", title, "capture"]) == 0
     stored = results.read(tmp_path / "results.json")["capture"]
@@ -106,19 +105,19 @@ def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_pa
 
 
 def test_the_table_of_the_readme_is_that_of_the_stored_results():
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.updated(text, results.read()) == text
+    text = documents.README.read_text(encoding="utf-8")
+    assert documents.replace_table(text, "measured", documents.measured(results.read())) == text
 
 
-def test_every_row_of_the_readme_whose_benchmark_is_stored_shows_its_figures():
+def test_every_row_of_the_readme_whose_benchmark_is_stored_shows_its_results():
     stored = results.read()
     rows = [row.what for row in results.ROWS if row.benchmark in stored]
-    assert [what for what, *_ in results.measured(stored)] == rows
+    assert [row.what for row in results.readme_rows(stored)] == rows
 
 
 def test_cpu_seconds_are_those_of_the_fastest_call():
     sizes = iter([200_000, 1, 200_000])
-    assert cpu_seconds(lambda: sum(range(next(sizes))), times=3) < 0.001
+    assert cpu_seconds(lambda: sum(range(next(sizes))), repeats=3) < 0.001
 
 
 def test_growth_and_speed_are_measured_for_every_schedule(capsys):
@@ -128,9 +127,9 @@ def test_growth_and_speed_are_measured_for_every_schedule(capsys):
     assert all(len(re.findall(rf"^  {name} .*(PASS|FAIL)$", shown, re.MULTILINE)) == 2 for name in SCHEDULES)
 
 
-def test_a_meeting_is_measured_beside_an_all_gather():
+def test_a_rank_sync_is_measured_beside_an_all_gather():
     pytest.importorskip("torch")
-    (line,) = rank_sync.costs((2,), turns=1, times=2).lines
+    (line,) = rank_sync.costs((2,), rounds=1, times=2).lines
     assert line.cells[0] == "2 ranks"
     assert line.value > 0
 
@@ -138,7 +137,7 @@ def test_a_meeting_is_measured_beside_an_all_gather():
 def test_every_schedule_that_torch_has_is_measured_beside_it():
     pytest.importorskip("torch")
     lines = list(planning.against_torch(2, 4, at_least=10.0, times=1).lines)
-    assert [line.cells[0] for line in lines] == list(planning.WITH_TORCH)
+    assert [line.cells[0] for line in lines] == list(planning.IN_TORCH)
     assert all(line.value > 0 for line in lines)
 
 
@@ -150,9 +149,9 @@ def test_planning_is_measured_in_new_processes():
 
 
 def test_the_benchmark_of_capture_measures_recording_and_replay():
-    (recorded,), (played,) = capture.recording(2, 16, 1).lines, capture.playing(2, 16, 1).lines
+    (recorded,), (replayed,) = capture.recording(2, 16, 1).lines, capture.replaying(2, 16, 1).lines
     assert recorded.value > 0
-    assert 0 < played.value < 100
+    assert 0 < replayed.value < 100
 
 
 @pytest.mark.whole
@@ -161,7 +160,7 @@ def test_the_benchmark_of_measuring_compares_the_sum_of_nodes_with_the_step():
     lines = list(measure.sums(models, iterations=1).lines)
     assert [line.cells[0] for line in lines] == list(models)
     assert all(float(cell) > 0 for line in lines for cell in line.cells[1:5])
-    (again,) = measure.known_again(lambda: measure.mlp(16)).lines
+    (again,) = measure.cached(lambda: measure.mlp(16)).lines
     assert again.value > 0
 
 
@@ -182,18 +181,19 @@ def test_the_benchmark_of_the_split_backward_measures_both_sides():
     (line,) = backward.parts([(8, 2, 1.2)], seconds=0.0).lines
     assert line.cells[0] == "2 x 8"
     assert all(float(cell) > 0 for cell in line.cells[1:])
-    assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["ours", "torch's"]
+    assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["penstock", "torch"]
 
 
 def test_the_benchmark_of_failed_ranks_measures_the_time_until_all_stop():
-    assert [float(line.cells[1]) > 0 for line in breaking.ends(repetitions=1).lines] == [True, True]
-    assert [float(line.cells[1]) > 0 for line in breaking.entries(repetitions=1).lines] == [True]
+    assert [float(line.cells[1]) > 0 for line in rank_failure.ends(repetitions=1).lines] == [True, True]
+    assert [float(line.cells[1]) > 0 for line in rank_failure.entries(repetitions=1).lines] == [True]
 
 
 def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():
     lines = list(runtime_sleep.sleeping(runtime_sleep.Setting(2, 2, 0.001, 1.05, 1), ("zbv",)).lines)
-    assert [line.cells[5] for line in lines] == ["simulated", "torch", "CPU, shared", "CPU, gloo"]
-    assert all(line.value > 0 for line in lines[:2])
+    assert [line.cells[5] for line in lines] == ["simulated", "as alone", "torch", "CPU, shared", "CPU, gloo"]
+    assert all(line.value > 0 for line in lines[:3])
+    assert [line.row[-2] for line in lines] == ["<= 1.05", "none", "<= 1", "<= 0.5", "<= 0.9"]
 
 
 def test_steps_without_a_flush_are_measured_beside_steps_with_one(monkeypatch):
@@ -212,7 +212,7 @@ def test_recording_is_measured_against_steps_without_it():
     assert 0 < line.value < 100
 
 
-def test_a_gpt_is_trained_by_two_pipelines_and_one_process_in_turns():
+def test_a_gpt_is_trained_by_two_pipelines_and_one_process():
     sizes = Sizes(layers=2, width=8, heads=2, vocabulary=16, length=4, samples=2, microbatches=2)
     lines = list(runtime_compute.throughput(sizes, 1, ("1f1b",)).lines)
     assert [line.cells[6] for line in lines] == ["torch", "one process", "torch"]
@@ -271,7 +271,7 @@ def test_steps_of_replicas_on_two_hosts_are_compared_with_their_simulation():
 
 def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
     sizes = Sizes(layers=2, width=8, heads=2, vocabulary=16, length=4, samples=2, microbatches=2)
-    lines = list(saving.lost(sizes, every=1, turns=1).lines)
+    lines = list(saving.lost(sizes, every=1, rounds=1).lines)
     assert [line.cells[0] for line in lines] == ["synchronous", "asynchronous"]
     assert lines[0].value > 0
 
@@ -304,15 +304,15 @@ def test_results_equal_their_record_until_a_value_changes(tmp_path, capsys):
 
 
 def test_the_functions_of_a_step_are_counted():
-    calls = walk.count_calls(walk.penstock_step(), Path(walk.penstock.__file__).parent)
-    assert calls[walk.penstock.Pipeline.step.__code__] == 1
+    calls = call_count.count_calls(call_count.penstock_step(), Path(call_count.penstock.__file__).parent)
+    assert calls[call_count.penstock.Pipeline.step.__code__] == 1
 
 
 def test_published_iterations_are_predicted_from_configuration():
     rows = {each.name: each for each in literature.PAPERS["Korthikanti et al., table 5"]}
     small = rows["22B"]
     rate = small.rate
-    assert 1e14 < rate < 2.72e14  # what large products achieve on an A100
+    assert 1e14 < rate < 2.72e14  # the range that large matrix products reach on an A100
     assert small.predicted(rate) == pytest.approx(small.seconds, rel=1e-3)
     assert rows["22B, full"].predicted(rate) == pytest.approx(rows["22B, full"].seconds, rel=0.05)
     scaled = literature.PAPERS["Narayanan et al., table 2"][0]
@@ -355,15 +355,13 @@ def test_a_published_layout_is_compared_with_the_best_prediction():
     assert row.published_mfu == pytest.approx(row.layout.mfu * row.layout.makespan)
 
 
-def test_the_tables_of_a_page_are_replaced_between_their_comments(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n\n<!-- given -->\n\n| old |\n\n<!-- end of given -->\n\nafter\n")
-    accuracy.write(page, {"given": "| new |"})
-    assert page.read_text() == "before\n\n<!-- given -->\n\n| new |\n\n<!-- end of given -->\n\nafter\n"
+def test_the_tables_of_a_page_are_replaced_between_their_comments():
+    page = "before\n\n<!-- begin given -->\n\n| old |\n\n<!-- end given -->\n\nafter\n"
+    assert documents.replace_table(page, "given", "| new |") == page.replace("old", "new")
     with pytest.raises(ValueError, match="must have one table ahead, got 0"):
-        accuracy.write(page, {"ahead": "| new |"})
-    for name in accuracy.TABLES:
-        assert accuracy.PAGE.read_text().count(f"<!-- {name} -->") == 1
+        documents.replace_table(page, "ahead", "| new |")
+    for name, (path, _) in documents.TABLES.items():
+        assert path.read_text().count(f"<!-- begin {name} -->") == 1
 
 
 def test_ranks_in_the_same_order_are_correlated():

@@ -202,5 +202,5 @@ def test_the_options_of_the_commands_exist() -> None:
     pages = [*blocks("slurm.md", "bash"), *blocks("kubernetes.md", "yaml")]
     commands = [text.partition("-m penstock train")[2].partition("&")[0].partition("env:")[0] for text in pages]
     used = {option for command in commands for option in re.findall(r"--[\w-]+", command)}
-    assert used == {"--data", "--loss", "--checkpoint", "--every", "--resume", "--out"}
+    assert used == {"--data", "--loss", "--device", "--checkpoint", "--every", "--resume", "--out"}
     assert {option for option in used if option not in known} == set()

@@ -326,6 +326,22 @@ def test_the_targets_of_links_and_pictures_exist(page: Path) -> None:
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and Sphinx make them from its headings."""
+    prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_anchors_of_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./]*\.md|)#([^)\s]+)\)", text_of(page))
+    assert [
+        f"{name}#{anchor}" for name, anchor in links if anchor not in headings(page.parent / name if name else page)
+    ] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     written = re.findall(r"`((?:penstock|tests|docs|examples)/[\w/]+\.\w+)`", text_of(page))

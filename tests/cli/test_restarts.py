@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import faults
-from benchmarks.guarded import guarded
-from benchmarks.process_checks import is_local, left_over, listeners
+from benchmarks.checkpoint_checks import checkpoint_checks
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from benchmarks.torchrun_kills import LIMIT_SECONDS, Torchrun, killed_agents
+from benchmarks.watched_training import is_local, left_over, listeners
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
 from penstock.cli.train_log import read_steps
@@ -210,7 +210,7 @@ def test_ranks_and_their_workers_end_when_torchrun_is_killed_and_release_the_dir
     torchrun = Torchrun(training, tmp_path)
     torchrun.wait_for_steps(2)
     killed = torchrun.kill()
-    assert (killed.is_free, killed.files) == (True, [])
+    assert (killed.is_free, killed.left) == (True, [])
     assert killed.seconds <= LIMIT_SECONDS
 
 
@@ -264,6 +264,6 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_an_error(tra
 @pytest.mark.whole
 def test_a_few_rounds_of_injected_faults_end_as_expected() -> None:
     names = (*faults.FAULTS, faults.FULL_DISK)
-    lines = [*faults.injected_faults(names, rounds=2).lines, *guarded(damages=12).lines]
+    lines = [*faults.injected_faults(names, rounds=2).lines, *checkpoint_checks(damages=12).lines]
     assert [line.cells for line in lines if not line.passes] == []
     assert len(lines) == 10

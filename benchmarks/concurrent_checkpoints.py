@@ -1,4 +1,7 @@
-"""One process saves and prunes while another loads and a third verifies, in the same directory: nothing fails."""
+"""concurrent_checkpoints: one process saves and prunes, one loads and one verifies, all in the same directory.
+
+The number of failures must be 0.
+"""
 
 import os
 import tempfile
@@ -16,28 +19,28 @@ import penstock
 from benchmarks.table import Line, Table
 from penstock.cli import app
 
-_MOST_SHOWN = 3
+_MAX_ERRORS_SHOWN = 3
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `python -m benchmarks side_by_side` shows."""
-    return tuple(side_by_side(keep) for keep in (1, 2))
+    """All tables of this benchmark."""
+    return tuple(concurrent_checkpoints(keep) for keep in (1, 2))
 
 
-def side_by_side(keep: int, saves: int = 1000, loads: int = 2000, verifies: int = 2000) -> Table:
-    """How many of the saves, loads and verifications fail; all go on until each has its number."""
+def concurrent_checkpoints(keep: int, saves: int = 1000, loads: int = 2000, verifies: int = 2000) -> Table:
+    """Counts the saves, loads and verifications that fail; all processes run until each kind has reached its number."""
 
     def lines() -> Iterator[Line]:
         with tempfile.TemporaryDirectory(prefix="penstock-") as name:
             directory, context = Path(name), get_context("fork")
             training = _training()
             _save(training, directory, keep)
-            wanted = {"saves": saves, "loads": loads, "verifies": verifies}
-            done = {kind: context.Value("i", 0) for kind in wanted}
+            counts = {"saves": saves, "loads": loads, "verifies": verifies}
+            done = {kind: context.Value("i", 0) for kind in counts}
             queue = context.SimpleQueue()
 
-            def go_on() -> bool:
-                return any(done[kind].value < number for kind, number in wanted.items())
+            def is_unfinished() -> bool:
+                return any(done[kind].value < number for kind, number in counts.items())
 
             workers = {
                 "saves": lambda: _save(training, directory, keep),
@@ -45,7 +48,7 @@ def side_by_side(keep: int, saves: int = 1000, loads: int = 2000, verifies: int 
                 "verifies": lambda: _verify(directory),
             }
             processes = [
-                context.Process(target=_repeat, args=(kind, work, done[kind], go_on, queue))
+                context.Process(target=_repeat, args=(kind, work, done[kind], is_unfinished, queue))
                 for kind, work in workers.items()
             ]
             for process in processes:
@@ -54,17 +57,17 @@ def side_by_side(keep: int, saves: int = 1000, loads: int = 2000, verifies: int 
             for process in processes:
                 process.join()
         for kind, errors in results.items():
-            for error in errors[:_MOST_SHOWN]:
+            for error in errors[:_MAX_ERRORS_SHOWN]:
                 print(f"    {kind}: {error}")
             count = done[kind].value
             yield Line((kind, f"{count:,}", str(len(errors))), len(errors), 0, at_least=False)
 
-    return Table(f"side by side, keep={keep}", ("", "times", "failures"), lines())
+    return Table(f"concurrent saves, loads and verifications, keep={keep}", ("", "number", "failures"), lines())
 
 
-def _repeat(kind: str, work: Callable[[], object], done: Any, go_on: Callable[[], bool], queue: Any) -> None:
+def _repeat(kind: str, work: Callable[[], object], done: Any, is_unfinished: Callable[[], bool], queue: Any) -> None:
     errors = []
-    while go_on():
+    while is_unfinished():
         try:
             work()
         except Exception as error:
@@ -86,14 +89,14 @@ def _training() -> tuple[Any, torch.optim.Optimizer]:
 
 def _save(training: tuple[Any, torch.optim.Optimizer], directory: Path, keep: int) -> None:
     pipe, optimizer = training
-    # Every third step is saved twice, so that a checkpoint is replaced by one of its name.
+    # Every third save uses the number of the step before, so that it replaces a checkpoint.
     _save.count = getattr(_save, "count", 0) + 1  # type: ignore[attr-defined]
     pipe.save(directory, optimizer, keep=keep, step=_save.count - _save.count // 3)  # type: ignore[attr-defined]
 
 
 def _verify(directory: Path) -> None:
     _verify.count = getattr(_verify, "count", 0) + 1  # type: ignore[attr-defined]
-    # The commands take longer than the saves and loads, so every twentieth time also the other two.
+    # Commands take longer than saves and loads, so `ls` and `show` run every twentieth time only.
     for verb in ("verify", "ls", "show") if _verify.count % 20 == 0 else ("verify",):  # type: ignore[attr-defined]
         result = CliRunner().invoke(app, ["ckpt", verb, str(directory)])
         if result.exit_code or "missing" in result.output or "removed" in result.output:

@@ -1,4 +1,4 @@
-"""Time until all ranks have ended once one has failed, and the cost of a status entry."""
+"""rank_failure: seconds from the failure of a rank until all ranks have ended, and the time of a status entry."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ RANKS = 4
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about failing ranks."""
+    """All tables of this benchmark."""
     return (ends(), entries())
 
 
@@ -24,21 +24,21 @@ def ends(repetitions: int = 5) -> Table:
     """Seconds from the failure of rank 1 until `launch` has raised and no process is left; the maximum."""
 
     def lines() -> Iterator[Line]:
-        for name, fail, limit in (("exception", _raise, 2.0), ("kill -9", _kill, 5.0)):
+        for name, fail, target in (("exception", _raise, 2.0), ("kill -9", _kill, 5.0)):
             longest = max(_seconds(fail) for _ in range(repetitions))
-            yield Line((name, f"{longest:.2f}"), longest, limit, at_least=False)
+            yield Line((name, f"{longest:.2f}"), longest, target, at_least=False)
 
-    return Table(f"{RANKS} ranks of which one fails, seconds until all have ended", ("failure", "seconds"), lines())
+    return Table(f"one of {RANKS} ranks fails, maximum seconds until all have ended", ("failure", "seconds"), lines())
 
 
 def entries(repetitions: int = 20) -> Table:
-    """Microseconds to record one status entry; the minimum."""
+    """Microseconds to write one status entry; the minimum."""
 
     def lines() -> Iterator[Line]:
         with tempfile.TemporaryDirectory() as directory:
             status_file = StatusFile.create(directory, 0, 1)
-            least = min(_seconds_per_entry(status_file) for _ in range(repetitions))
-        yield Line(("waiting", f"{1e6 * least:.2f}"), 1e6 * least, 1.5, at_least=False)
+            shortest = min(_seconds_per_entry(status_file) for _ in range(repetitions))
+        yield Line(("waiting", f"{1e6 * shortest:.2f}"), 1e6 * shortest, 1.5, at_least=False)
 
     return Table("status entry, microseconds", ("entry", "microseconds"), lines())
 
@@ -53,14 +53,14 @@ def _seconds_per_entry(status_file: StatusFile, count: int = 2000) -> float:
 def _seconds(fail: Callable[[], None]) -> float:
     with tempfile.NamedTemporaryFile() as file:
         try:
-            penstock.launch(_broken, RANKS, fail, file.name)
+            penstock.launch(_run_rank, RANKS, fail, file.name)
         except penstock.RunError:
-            # All processes of a host share this clock.
+            # The monotonic clock is the same for all processes of a host.
             return time.monotonic() - float(file.read())
     raise AssertionError("no rank failed")
 
 
-def _broken(fail: Callable[[], None], path: str) -> None:
+def _run_rank(fail: Callable[[], None], path: str) -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         with open(path, "w", encoding="utf-8") as file:

@@ -1,12 +1,12 @@
-"""Count the Python functions and files that a warm training step runs through, in penstock and in torch's pipelining.
+"""Counts the Python functions and files that run in one training step, in penstock and in torch's pipelining.
 
-    python -m benchmarks.walk          # calls, functions and files of both
-    python -m benchmarks.walk --list   # also the files with their functions
+    python -m benchmarks.call_count          # calls, functions and files of both
+    python -m benchmarks.call_count --list   # also the files with their functions
 
 Both train the same MLP with `mse_loss` as one stage with 4 microbatches in one process: penstock with
 `Pipeline(..., local=True)` and the schedule gpipe, torch with `ScheduleGPipe` in a gloo group of one process. The fifth
-step is counted. Only functions of penstock and of torch.distributed.pipelining count, not what they call elsewhere, and
-neither do comprehensions, generator expressions and lambdas, which are read as part of the function around them.
+step is counted. Only functions of penstock and of torch.distributed.pipelining are counted. Comprehensions, generator
+expressions and lambdas are not, because they are read as a part of the function around them.
 """
 
 import argparse
@@ -34,32 +34,32 @@ def make_model() -> nn.Module:
 
 
 def penstock_step() -> Callable[[], object]:
-    """A warm step of a Pipeline."""
+    """Returns a step of a Pipeline, after warmup."""
     model, x, target = make_model(), torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
     speed = penstock.DeviceSpeed(1e9, 1e9)
     options = {"ranks": 1, "microbatches": MICROBATCHES, "schedule": "gpipe", "partitioner": "uniform", "speed": speed}
     plan = penstock.plan(model, (x,), loss_fn=mse_loss, **options)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
-    return warmed(lambda: pipe.step(x, target=target))
+    return warm_up(lambda: pipe.step(x, target=target))
 
 
 def torch_step() -> Callable[[], object]:
-    """A warm step of torch's schedule; needs an initialised process group."""
+    """Returns a step of torch's schedule, after warmup; needs an initialised process group."""
     model, x, target = make_model(), torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
     stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
     schedule = pipelining.ScheduleGPipe(stage, MICROBATCHES, mse_loss)
-    # pipe.step does not return outputs either, unless it is asked to.
-    return warmed(lambda: schedule.step(x, target=target, return_outputs=False))
+    # pipe.step does not return outputs by default either.
+    return warm_up(lambda: schedule.step(x, target=target, return_outputs=False))
 
 
-def warmed(step: Callable[[], object]) -> Callable[[], object]:
+def warm_up(step: Callable[[], object]) -> Callable[[], object]:
     for _ in range(WARM_STEPS):
         step()
     return step
 
 
 def count_calls(step: Callable[[], object], directory: Path) -> Counter[CodeType]:
-    """Count the calls of every function in the files below a directory during one step."""
+    """Counts the calls of every function in the files below a directory during one step."""
     calls: Counter[CodeType] = Counter()
     prefix = f"{directory}/"
 
@@ -78,7 +78,7 @@ def count_calls(step: Callable[[], object], directory: Path) -> Counter[CodeType
 
 
 def print_files(calls: Counter[CodeType], directory: Path) -> None:
-    """Print every file with its functions and the number of calls of each."""
+    """Prints every file with its functions and the number of calls of each."""
     for file in sorted({code.co_filename for code in calls}):
         print(f"  {Path(file).relative_to(directory)}")
         found = sorted((code for code in calls if code.co_filename == file), key=lambda code: code.co_firstlineno)
@@ -87,13 +87,15 @@ def print_files(calls: Counter[CodeType], directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.walk", description="Count the functions of a step.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.call_count", description="Count the functions of a step."
+    )
     parser.add_argument("--list", action="store_true", help="list the files with their functions")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch_calls = count_calls(torch_step(), Path(pipelining.__file__).parent)
-    # penstock must see a process without torch.distributed, as a user of local=True has it.
+    # With local=True a user has no process group.
     dist.destroy_process_group()
     for name, module, calls in (
         ("penstock", penstock, count_calls(penstock_step(), Path(penstock.__file__).parent)),

@@ -1,4 +1,4 @@
-"""lengths: steps with a new sequence length each, against steps of one length; memory over many lengths; a Trainer."""
+"""sequence_lengths: CPU time of steps with changing sequence lengths, compared with one length; memory; a Trainer."""
 
 import gc
 import resource
@@ -16,50 +16,52 @@ from benchmarks.capture import batch, llama
 from benchmarks.table import Line, Table
 
 _RANKS, _MICROBATCHES, _SAMPLES = 2, 4, 8
-_FIRST, _AGAIN = 3.0, 1.3
+_NEW_LENGTH, _KNOWN_LENGTH = 3.0, 1.3
+"""maximum time of a step with a new length, and with one that occurred before, divided by one with a constant length"""
 _GROWTH = 0.05
-"""how much the memory of a process may grow while it runs the second half of the lengths, as a share"""
+"""maximum relative growth of memory during the second half of the lengths"""
 _LENGTHS = range(65, 129)
 _TRAINER = 3.0
+"""maximum time of a PipelineTrainer divided by that of a Trainer"""
 _MANY, _STRIDE = 1000, 397
-"""the number of lengths in the test of memory, and a number without common divisor"""
+"""number of lengths for the memory test, and a stride that is coprime to it, so that every length occurs"""
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about changing lengths."""
+    """All tables of this benchmark."""
     return (steps(), memory(), trainer())
 
 
 def steps(lengths: range = _LENGTHS, rounds: int = 3) -> Table:
-    """CPU seconds of steps of different lengths against steps of the longest one, on the busier of two processes."""
+    """CPU seconds of steps with different lengths compared with steps of the longest one; maximum of two ranks."""
 
     def lines() -> Iterator[Line]:
         model = llama(8, 64)
         plan = _plan(model, lengths[-1])
         ranks = penstock.launch(_seconds, _RANKS, plan, model, lengths, rounds)
-        same, first, again = (max(column) for column in zip(*ranks, strict=True))
-        for name, seconds, target in (("first sight", first, _FIRST), ("seen before", again, _AGAIN)):
+        same, new, known = (max(column) for column in zip(*ranks, strict=True))
+        for name, seconds, target in (("new length", new, _NEW_LENGTH), ("known length", known, _KNOWN_LENGTH)):
             cells = (name, f"{1e3 * same:.1f}", f"{1e3 * seconds:.1f}", f"{seconds / same:.2f}")
             yield Line(cells, seconds / same, target, at_least=False)
 
-    title = f"{len(lengths)} lengths, CPU milliseconds of a step of a Llama of 8 layers on {_RANKS} ranks"
+    title = f"Llama with 8 layers on {_RANKS} ranks, {len(lengths)} lengths; CPU milliseconds per step"
     return Table(title, ("step", "one length", "lengths", "ratio"), lines())
 
 
 def memory(count: int = _MANY) -> Table:
-    """Memory of a process after so many lengths, against that after half of them, on its own."""
+    """Memory of a new process after all lengths, compared with that after half of them."""
 
     def lines() -> Iterator[Line]:
-        command = [sys.executable, "-m", "benchmarks.lengths", str(count)]
+        command = [sys.executable, "-m", "benchmarks.sequence_lengths", str(count)]
         half, whole = map(float, run(command, capture_output=True, text=True, check=True).stdout.split()[-2:])
         cells = (f"{count} lengths", f"{half:.0f} MiB", f"{whole:.0f} MiB", f"{whole / half - 1:+.1%}")
         yield Line(cells, whole / half - 1, _GROWTH, at_least=False)
 
-    return Table("memory while every step has a new length", ("run", "half", "all", "growth"), lines())
+    return Table("memory when every step has a new length", ("run", "half", "all", "growth"), lines())
 
 
 def trainer(num_steps: int = 128) -> Table:
-    """CPU seconds of a PipelineTrainer whose batches have random lengths, against a plain Trainer, from the start."""
+    """CPU seconds of a PipelineTrainer on batches of random lengths, compared with a Trainer; with construction."""
 
     def lines() -> Iterator[Line]:
         from transformers import Trainer
@@ -74,12 +76,12 @@ def trainer(num_steps: int = 128) -> Table:
         yield Line(cells, seconds / plain, _TRAINER, at_least=False)
 
     columns = ("run", "Trainer", "Pipeline", "ratio")
-    title = f"Trainer with {len(_LENGTHS)} random lengths, CPU seconds in all, both in one process"
+    title = f"Trainer with {len(_LENGTHS)} random lengths, both in one process; CPU seconds"
     return Table(title, columns, lines())
 
 
 def _trainer_seconds(kind: Any, num_steps: int, **options: Any) -> float:
-    """The CPU seconds of a run from its construction to its end."""
+    """CPU seconds of a training from the construction of the Trainer to the end."""
     import random
 
     from transformers import TrainingArguments
@@ -111,9 +113,9 @@ def _plan(model: Any, length: int) -> penstock.Plan:
 
 
 def _seconds(plan: penstock.Plan, model: Any, lengths: range, rounds: int) -> tuple[float, float, float]:
-    """Of one rank: the CPU seconds of a step of the longest length, of a first sight, and of a length seen before.
+    """CPU seconds of a step on this rank: with the longest length, with a new length, and with a known length.
 
-    The least over the rounds of the mean over all lengths; for the first sight, which happens once, the median.
+    The first and last are the minimum over the rounds of the mean over lengths. A new length occurs once: the median.
     """
     torch.set_num_threads(1)
     pipe = penstock.Pipeline(model, plan)
@@ -122,31 +124,31 @@ def _seconds(plan: penstock.Plan, model: Any, lengths: range, rounds: int) -> tu
         given = batch(_SAMPLES, length)
         start = time.process_time()
         pipe.step(**given)
-        took = time.process_time() - start
+        cpu = time.process_time() - start
         model.zero_grad()
-        return took
+        return cpu
 
-    # The first step also decides how the loss is averaged.
+    # The first step also detects the reduction of the loss.
     seconds(lengths[-1] + 1)
     seconds(lengths[-1])
-    first = sorted(map(seconds, lengths[:-1]))
-    # In turn, as what else runs on the machine changes over time.
+    new = sorted(map(seconds, lengths[:-1]))
+    # Interleaved, because other load on the machine changes over time.
     means = [
         [sum(map(seconds, taken)) / len(lengths) for taken in ([lengths[-1]] * len(lengths), lengths)]
         for _ in range(rounds)
     ]
-    same, again = map(min, zip(*means, strict=True))
-    return same, first[len(first) // 2], again
+    same, known = map(min, zip(*means, strict=True))
+    return same, new[len(new) // 2], known
 
 
 def _memory(count: int) -> None:
-    """Print the memory after half of the lengths and after all, in MiB."""
+    """Prints the resident memory after half of the lengths and after all, in MiB."""
     model = llama(2, 16)
     pipe = penstock.Pipeline(model, _plan(model, 8), local=True)
     for number in range(count):
         if number == count // 2:
             print(_resident())
-        # Short and long ones mixed, so that both halves need the same memory for their activations.
+        # Short and long lengths are mixed, so that both halves need the same memory for activations.
         pipe.step(**batch(_SAMPLES, 8 + number * _STRIDE % count))
     print(_resident())
 

@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints, file permissions, and listening sockets of a running training."""
+"""Checks that damaged and forged checkpoints are detected, files are private, and sockets listen on loopback only."""
 
 import os
 import shutil
@@ -14,35 +14,34 @@ import torch
 
 import penstock
 from benchmarks.damages import ELSEWHERE, damaged, forged
-from benchmarks.process_checks import is_local, left_over, listeners
 from benchmarks.short_training import MODEL, ShortTraining
 from benchmarks.table import Line, Table
-from benchmarks.watched_training import WatchedTraining
+from benchmarks.watched_training import WatchedTraining, is_local, left_over, listeners
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.models import build_model
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
 from penstock.launch.scratch import VARIABLE
 
-_PATIENCE_SECONDS = 300.0
+_TIMEOUT_SECONDS = 300.0
 Load = Callable[[Path], int | None]
 """loads a checkpoint and returns its step"""
 
 
-def guarded(damages: int = 200) -> Table:
-    """Number of checks of each kind, and how many passed."""
+def checkpoint_checks(damages: int = 200) -> Table:
+    """The number of checks of each kind, and how many passed."""
 
     def lines() -> Iterator[Line]:
         with ShortTraining.made(2) as training, _own_scratch(training.directory) as scratch:
             training.run()
             saved = training.directory / "saved"
             for ranks in (2, 3):
-                yield _line(f"damaged, {ranks} ranks", damages // 2, _passed_over(training, ranks, damages // 2))
+                yield _line(f"damaged, {ranks} ranks", damages // 2, _count_skipped(training, ranks, damages // 2))
             with _loader(training, MODEL) as load:
-                refused = _refused(saved, load)
+                refused = _count_refused(saved, load)
             yield _line("paths elsewhere", len(ELSEWHERE), refused)
             with _loader(training, MODEL.replace("range(6)", "range(5)")) as load:
-                is_refused = _is_another(saved, load)
+                is_refused = _refuses_mismatch(saved, load)
             yield _line("another model", 1, int(is_refused))
             modes = [_is_private(path) for path in (saved, *saved.rglob("*"))]
             yield _line("private files", len(modes), sum(modes))
@@ -50,20 +49,17 @@ def guarded(damages: int = 200) -> Table:
             left = left_over(scratch, training.directory)
             yield Line(("left behind", str(len(left)), ""), len(left), 0.0, at_least=False)
 
-    title = (
-        "checkpoints that are damaged (the previous one is loaded, with a warning), forged or of another model\n"
-        "(refused); file modes 0600 and 0700; sockets on loopback; processes and temporary files left behind"
-    )
-    return Table(title, ("", "number", "good"), lines())
+    title = "damaged checkpoints skipped, forged and mismatched ones refused; file modes, sockets, leftovers"
+    return Table(title, ("", "checks", "passed"), lines())
 
 
-def _line(name: str, number: int, good: int) -> Line:
-    return Line((name, str(number), str(good)), good, number)
+def _line(name: str, checks: int, passed: int) -> Line:
+    return Line((name, str(checks), str(passed)), passed, checks)
 
 
 @contextmanager
 def _own_scratch(directory: Path) -> Iterator[Path]:
-    """A directory for the temporary files of trainings."""
+    """Makes trainings put their temporary files into a directory of this benchmark."""
     scratch = directory / "temporary"
     scratch.mkdir()
     with patch.dict(os.environ, {VARIABLE: os.fspath(scratch)}):
@@ -72,8 +68,8 @@ def _own_scratch(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
-    """A function that loads checkpoints into a model."""
-    # A file of its own: one of the same size and second would be taken for the one that was compiled before.
+    """Yields a function that loads checkpoints into a model."""
+    # Separate files, because Python would use the compiled code of a file with the same size and time.
     path = training.directory / ("loading.py" if model == MODEL else "loading_other.py")
     path.write_text(model, encoding="utf-8")
     with build_model(f"{path}:build") as build:
@@ -85,38 +81,38 @@ def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
         yield lambda place: pipe.load(place, optimizer).step
 
 
-def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
-    """How often all ranks load the checkpoint before the damaged newest one, with a warning."""
+def _count_skipped(training: ShortTraining, ranks: int, rounds: int) -> int:
+    """Counts the damaged checkpoints that all ranks skip: they load the one before, with a warning."""
     saved = training.directory / "saved"
     newest, before = (path.name for path in CheckpointDir(saved).checkpoints[:2])
     plan = training.plan_for(ranks)
     with tempfile.TemporaryDirectory() as name:
-        worse = [damaged(saved, Path(name) / str(number), ranks * rounds + number) for number in range(rounds)]
-        first, *others = penstock.launch(_loaded, ranks, training.directory, plan, worse)
-    wanted = [int(before.removeprefix("step-"))] * rounds
-    are_alike = all([step for step, _ in found] == wanted for found in others)
+        copies = [damaged(saved, Path(name) / str(number), ranks * rounds + number) for number in range(rounds)]
+        first, *others = penstock.launch(_load_all, ranks, training.directory, plan, copies)
+    expected = [int(before.removeprefix("step-"))] * rounds
+    are_alike = all([step for step, _ in found] == expected for found in others)
     return are_alike * sum(
-        step == right and newest in words and f"resumes from {before}" in words
-        for (step, words), right in zip(first, wanted, strict=True)
+        step == right and newest in warning and f"resumes from {before}" in warning
+        for (step, warning), right in zip(first, expected, strict=True)
     )
 
 
-def _loaded(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int | None, str]]:
-    """On a rank: the step loaded from every place, and the warnings."""
+def _load_all(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int | None, str]]:
+    """Loads every checkpoint on this rank; returns their steps and the warnings."""
     found = []
     with build_model(f"{directory / 'model.py'}:build") as build:
         pipe = penstock.Pipeline(build.model, plan, loss_fn=torch.nn.functional.mse_loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
         for place in places:
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 step = pipe.load(place, optimizer).step
-            found.append((step, "".join(str(one.message) for one in said)))
+            found.append((step, "".join(str(one.message) for one in caught)))
     return found
 
 
-def _refused(saved: Path, load: Load) -> int:
-    """How many manifests and links that lead outside the checkpoint are refused."""
+def _count_refused(saved: Path, load: Load) -> int:
+    """Counts the refused checkpoints whose manifest or link leads out of their directory."""
     good = 0
     with tempfile.TemporaryDirectory() as name:
         for number, elsewhere in enumerate(ELSEWHERE):
@@ -130,8 +126,8 @@ def _refused(saved: Path, load: Load) -> int:
     return good
 
 
-def _is_another(saved: Path, load: Load) -> bool:
-    """Whether a checkpoint of another model is refused, naming the difference."""
+def _refuses_mismatch(saved: Path, load: Load) -> bool:
+    """Whether a checkpoint of another model is refused with an error that names the difference."""
     try:
         load(saved)
     except CheckpointError as error:
@@ -144,12 +140,12 @@ def _is_private(path: Path) -> bool:
 
 
 def _sockets(training: ShortTraining) -> Iterator[Line]:
-    """The sockets on which a training listens."""
+    """Checks the addresses on which a running training listens."""
     with WatchedTraining(training.directory, every=20) as running:
-        running.wait_for_steps(5, _PATIENCE_SECONDS)
+        running.wait_for_steps(5, _TIMEOUT_SECONDS)
         found = listeners([running.pid, *running.pids])
         running.stop()
     if found is None:
-        yield Line(("not here: there is no ss", "", ""), 0.0, 0.0)
+        yield Line(("not checked: ss not found", "", ""), 0.0, 0.0)
     else:
         yield _line("sockets", max(1, len(found)), sum(map(is_local, found)))

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.side_by_side import side_by_side
+from benchmarks.concurrent_checkpoints import concurrent_checkpoints
 from penstock.checkpoint import (
     CheckpointDir,
     CheckpointReader,
@@ -25,7 +25,7 @@ from tests.checkpoint.trainings import saved
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_loads_and_verifications_beside_saves_do_not_fail(keep: int) -> None:
-    lines = list(side_by_side(keep, saves=20, loads=20, verifies=20).lines)
+    lines = list(concurrent_checkpoints(keep, saves=20, loads=20, verifies=20).lines)
     assert [line.cells[0] for line in lines if not line.passes] == []
     assert {line.cells[0] for line in lines} == {"saves", "loads", "verifies"}
 
@@ -33,7 +33,7 @@ def test_loads_and_verifications_beside_saves_do_not_fail(keep: int) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("keep", [1, 2])
 def test_thousands_of_them_do_not_fail(keep: int) -> None:
-    assert side_by_side(keep).show().passes
+    assert concurrent_checkpoints(keep).show().passes
 
 
 def test_a_checkpoint_is_not_pruned_while_it_is_read(tmp_path: Path) -> None:

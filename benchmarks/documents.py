@@ -1,0 +1,56 @@
+"""Writes the tables of README.md and docs/accuracy.md that hold results: `python -m benchmarks.documents [NAME ...]`.
+
+A table is between the comments `<!-- begin NAME -->` and `<!-- end NAME -->`. Without names, all tables are written.
+`measured` reads benchmarks/results.json. The others are computed, which takes minutes, and need the published data.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import layouts, published, results
+
+_ROOT = Path(__file__).parents[1]
+README, ACCURACY = _ROOT / "README.md", _ROOT / "docs/accuracy.md"
+
+
+def measured(runs: dict[str, results.Run]) -> str:
+    """README's table "Measured": the rows whose benchmarks were run."""
+    rows = ["| what | result | target | command |", "|---|---|---|---|"]
+    rows += [f"| {row.what} | {row.result} | {row.target} | `B {row.benchmark}` |" for row in results.readme_rows(runs)]
+    shown = [runs[row.benchmark] for row in results.ROWS if row.benchmark in runs]
+    dates, machines = sorted({run.date for run in shown}), sorted({run.machine for run in shown})
+    text = (
+        f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; each result and its "
+        "comparison in the same run, the targets in the order of the results.\n"
+        "`B` is `.venv/bin/python -m benchmarks`."
+    )
+    return "\n".join((text, "", *rows))
+
+
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    "measured": (README, lambda: measured(results.read())),
+    "summary": (ACCURACY, published.summary),
+    "given": (ACCURACY, lambda: published.table_of(published.given())),
+    "ahead": (ACCURACY, lambda: published.table_of(published.ahead())),
+    "configured": (ACCURACY, lambda: published.table_of(published.configured())),
+    "layouts": (ACCURACY, layouts.summary),
+    "trainings": (ACCURACY, layouts.table_of_trainings),
+}
+"""the page of each table, and the function that makes it"""
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Returns the text of a page with one table replaced; raises ValueError if the page does not have it once."""
+    pattern = re.compile(rf"(<!-- begin {name} -->\n\n?).*?(\n\n?<!-- end {name} -->)", re.DOTALL)
+    text, count = pattern.subn(lambda match: match[1] + table + match[2], text)
+    if count != 1:
+        raise ValueError(f"the page must have one table {name}, got {count}")
+    return text
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TABLES:
+        page, make = TABLES[name]
+        page.write_text(replace_table(page.read_text(encoding="utf-8"), name, make()), encoding="utf-8")
