@@ -18,7 +18,8 @@ from penstock.capture.guards import InputGuards
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
 from penstock.capture.random_draws import DrawSeed
-from penstock.capture.recording import Recording, make_recording, run_with_draws
+from penstock.capture.record_forward import make_recording, run_with_draws
+from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, WrapModule
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError

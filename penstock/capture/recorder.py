@@ -14,7 +14,8 @@ Every call outside of blocks goes through these methods:
       _add_guard           a Python value that was read from tensors
       _add_call            a call with new values, for which it makes names
 
-If the model must be recorded in another way, they raise one of the exceptions below, and `recording.py` starts again.
+If the model must be recorded in another way, they raise one of the exceptions below, and `record_forward.py` starts
+again.
 """
 
 import sys
