@@ -57,13 +57,14 @@ from penstock.capture.random_draws import (
     seed_torch,
 )
 from penstock.capture.sharded_logits import ShardedLogits
-from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
+from penstock.capture.structures import Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
+    TENSOR,
     Call,
     Guard,
     Ref,
