@@ -42,6 +42,7 @@ from penstock.capture.function_kinds import (
 )
 from penstock.capture.functions import WholeFunction, WholeFunctions, enclosing_function
 from penstock.capture.generators import GeneratorStates, python_generators
+from penstock.capture.granularity import outer_modules
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.random_draws import (
@@ -251,9 +252,7 @@ class Recorder(TorchFunctionMode):
 
     def _open(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that is not a block: the calls inside are recorded."""
-        words = path.split(".")
-        around = (".".join(words[:end]) for end in range(1, len(words)))
-        if bypassed := next((name for name in around if name in self._block_names), None):
+        if bypassed := next((name for name in outer_modules(path)[1:] if name in self._block_names), None):
             # As with an nn.Sequential that the model iterates over.
             raise BypassedBlock(bypassed)
         refuse_backward_hooks(module, path)
