@@ -3,10 +3,14 @@
     capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
     Captured.replay(recording, nodes, ...) --> Replay: some calls of the recording, run on new values
 
+    Record (penstock.ir)  the calls of one forward as plain data
+    Recording             a Record, the functions and constants that it refers to, and its Graph
+    Captured              a model with all recordings of it
+
 The files, in the order in which to read them:
 
     captured.py       `capture`, and Captured: finds the recording that holds for a batch, or records the model
-    recording.py      Recording, and make_recording: runs the forward, retries, compares two forwards
+    recording.py      Recording, and the comparison of two; record_forward.py: runs the forward, with retries
     recorder.py       Recorder: turns every call between blocks into a step of the record
     replay.py         Replay: runs some steps of a record again
     granularity.py    which modules are blocks: they stay whole
@@ -15,8 +19,8 @@ The files, in the order in which to read them:
     random_draws.py   random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
     tensor_table.py   names of tensors, shared memory; tensors.py: gradients, memory and content of tensors
     dtypes.py         what depends on the dtype of a tensor: NaN and Inf, rounding, complex numbers, bytes
-    arguments.py      arguments as plain data; structures.py: results as text; objects.py: inside arbitrary objects
-    effects.py        side effects of a call; call_context.py: grad mode and autocast around it
+    arguments.py      arguments as plain data, and back; structures.py: results as text; objects.py: any other object
+    effects.py        a running call and its side effects; call_context.py: grad mode and autocast around it
     function_kinds.py which torch functions read metadata, write in place or draw random numbers
     isolation.py      restores everything that a forward changes
     graph_builder.py  the Graph of a record
@@ -47,7 +51,7 @@ from penstock.capture.dtypes import (
     largest_magnitude,
 )
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
-from penstock.capture.granularity import Granularity
+from penstock.capture.granularity import Granularity, outer_modules
 from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import (
     DispatchMode,
@@ -68,7 +72,8 @@ from penstock.capture.objects import (
     user_line,
 )
 from penstock.capture.random_draws import DrawSeed
-from penstock.capture.recording import Recording, make_recording
+from penstock.capture.record_forward import make_recording
+from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.split_output_layer import (
     RowSlice,

@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from penstock.capture.arguments import ArgumentReader, Getter, Values
 from penstock.capture.fingerprint import Fingerprinter, batch_signature
 from penstock.capture.functions import WholeFunctions
-from penstock.capture.granularity import Granularity
+from penstock.capture.granularity import Granularity, outer_modules
 from penstock.capture.guards import InputGuards
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
 from penstock.capture.random_draws import DrawSeed
-from penstock.capture.recording import Recording, make_recording, run_with_draws
+from penstock.capture.record_forward import make_recording, run_with_draws
+from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, WrapModule
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
@@ -298,10 +299,12 @@ class Captured:
         if "(basic_blocks)" not in error.hint:
             return None
         name, where = str(error.values.get("name", "")), str(error.values.get("where", ""))
-        words = (name.rpartition(".")[0] or where.partition("/")[0]).split(".")
-        blocks = (".".join(words[:end]) for end in range(len(words), 0, -1))
+        innermost = name.rpartition(".")[0] or where.partition("/")[0]
         modules = dict(self.model.named_modules())
-        for block in (block for block in blocks if block and block in modules):
+        for block in (innermost, *reversed(outer_modules(innermost))):
+            # "" is the model itself, which cannot be a block.
+            if not block or block not in modules:
+                continue
             with suppress(Exception):
                 make(self._granularity.merged(self.model, Granularity(basic_blocks=(block,))))
                 return block

@@ -52,9 +52,8 @@ class Granularity:
         """The granularity with which a graph was recorded, as far as the graph shows."""
         blocks = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_block))
         scopes = {node.module for node in graph.nodes if not node.is_block}
-        around = {".".join(name.split(".")[:end]) for name in blocks for end in range(name.count(".") + 1)}
-        within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
-        return cls(basic_blocks=blocks, opened=frozenset((around | within) - set(blocks)))
+        around = {module for name in (*blocks, *scopes) for module in outer_modules(name)}
+        return cls(basic_blocks=blocks, opened=frozenset((around | scopes) - set(blocks)))
 
     def merged(self, model: nn.Module, other: "Granularity") -> "Granularity":
         """The granularity with the basic blocks of `other` added; `other` itself if it has a depth."""
@@ -140,6 +139,12 @@ class Granularity:
 
     def _is_basic_block(self, module: nn.Module, path: str) -> bool:
         return any(name in self.basic_blocks for name in (path, type(module), type(module).__name__))
+
+
+def outer_modules(path: str) -> list[str]:
+    """The names of the modules around the one at a path, outermost first: "", "a", "a.b" for "a.b.c"."""
+    words = path.split(".")
+    return [".".join(words[:end]) for end in range(len(words))]
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -16,8 +16,7 @@ from penstock.capture.hooks import without_user_hooks
 from penstock.capture.random_draws import DrawSeed
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
-from penstock.capture.structures import TENSOR
-from penstock.ir import Guard
+from penstock.ir import TENSOR, Guard
 
 
 class InputGuards:

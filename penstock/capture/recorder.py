@@ -14,7 +14,8 @@ Every call outside of blocks goes through these methods:
       _add_guard           a Python value that was read from tensors
       _add_call            a call with new values, for which it makes names
 
-If the model must be recorded in another way, they raise one of the exceptions below, and `recording.py` starts again.
+If the model must be recorded in another way, they raise one of the exceptions below, and `record_forward.py` starts
+again.
 """
 
 import sys
@@ -40,6 +41,7 @@ from penstock.capture.function_kinds import (
     writes_in_place,
 )
 from penstock.capture.functions import WholeFunction, WholeFunctions, enclosing_function
+from penstock.capture.granularity import outer_modules
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.random_draws import (
@@ -56,13 +58,14 @@ from penstock.capture.random_draws import (
     seed_torch,
 )
 from penstock.capture.sharded_logits import ShardedLogits
-from penstock.capture.structures import TENSOR, Expected, opaque_leaves, structure_of, structure_with_names
+from penstock.capture.structures import Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
+    TENSOR,
     Call,
     Guard,
     Ref,
@@ -249,9 +252,7 @@ class Recorder(TorchFunctionMode):
 
     def _open(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module that is not a block: the calls inside are recorded."""
-        words = path.split(".")
-        around = (".".join(words[:end]) for end in range(1, len(words)))
-        if bypassed := next((name for name in around if name in self._block_names), None):
+        if bypassed := next((name for name in outer_modules(path)[1:] if name in self._block_names), None):
             # As with an nn.Sequential that the model iterates over.
             raise BypassedBlock(bypassed)
         refuse_backward_hooks(module, path)

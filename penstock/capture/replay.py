@@ -18,10 +18,10 @@ from penstock.capture.call_context import entered
 from penstock.capture.hooks import has_user_hooks
 from penstock.capture.random_draws import DrawSeed, hash_name, python_seeded, seed_torch
 from penstock.capture.recording import Recording
-from penstock.capture.structures import TENSOR, structure_of
+from penstock.capture.structures import structure_of
 from penstock.capture.tensors import device_of, spec_of, tensors_in
 from penstock.errors import CaptureError
-from penstock.ir import Call, CallContext, Container, Guard, Ref, State, transform
+from penstock.ir import TENSOR, Call, CallContext, Container, Guard, Ref, State, transform
 
 Step = Callable[[Values], None]
 """runs one call or checks one guard: reads its arguments from the values, and adds its results to them"""

@@ -10,10 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from penstock.capture.tensors import TORCH_CONSTANTS
-from penstock.ir import Parts, Ref, leaves, take_apart
+from penstock.ir import TENSOR, Parts, Ref, leaves, take_apart
 
-TENSOR = "*"
-"""the structure of a single tensor"""
 _REPR_TYPES = (*TORCH_CONSTANTS, np.generic, np.dtype, enum.Enum)
 _VALUE_TYPES = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
 _FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.capture import Captured
 from penstock.codegen import support
 from penstock.codegen.expressions import ConstantTensors, Expressions, access, dict_of, expect, list_of, tuple_of
 from penstock.codegen.formatting import INDENT, body_lines, docstring_lines, return_lines, statement_lines
@@ -20,7 +21,7 @@ from penstock.ir import Graph, Partition, Placement, counted, take_apart, write_
 from penstock.stages import Ownership, check_guards
 
 
-def write_stages(captured: Any, partition: Partition, placement: Placement, path: str | Path) -> Path:
+def write_stages(captured: Captured, partition: Partition, placement: Placement, path: str | Path) -> Path:
     """Write the stages of a captured model as a Python file that can be read, imported and run by hand.
 
     Large constant tensors go to a safetensors file beside it. Nothing is written if that fails.
@@ -38,11 +39,11 @@ def write_stages(captured: Any, partition: Partition, placement: Placement, path
     return path
 
 
-def stage_document(captured: Any, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
+def stage_document(captured: Captured, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
     """The text of the file of stages, and the bytes of the file of constants (`beside`), empty without constants."""
     # The model may be in another mode (training or evaluation) than when the example was recorded first.
     recording = captured.recording(*captured.example)
-    graph: Graph = recording.graph
+    graph = recording.graph
     partition = Ownership(captured.graph, partition).fit(graph)
     check_guards(recording, partition)
     names, tensors = Names(), ConstantTensors()
@@ -118,7 +119,7 @@ class StageClass:
     def lines(self) -> list[str]:
         """The text of the class."""
         section, variables = self.section, self.expressions.variables
-        graph: Graph = section.recording.graph
+        graph = section.recording.graph
         is_sized = bool(section.recording.record.sized)
         takes = {}
         for value in (*section.inputs, *section.receives):
@@ -193,7 +194,7 @@ class StageClass:
 # -------------------------------------------------------------------------------------------------------------- run
 
 
-def _run_lines(captured: Any, stages: Sequence[StageClass], expressions: Expressions) -> list[str]:
+def _run_lines(captured: Captured, stages: Sequence[StageClass], expressions: Expressions) -> list[str]:
     """The function that takes the arguments of the model and runs all stages."""
     purpose = "Run all stages, called like the model; returns the output of the model."
     lines = ["def run(model, /, *args, **kwargs):", *docstring_lines([purpose], INDENT)]
@@ -243,7 +244,7 @@ def _constant(value: Any, name: str, expressions: Expressions) -> str:
 # ------------------------------------------------------------------------------------------ the rest of the file
 
 
-def _header(graph: Graph, model: Any, stages: Sequence[StageClass]) -> list[str]:
+def _header(graph: Graph, model: nn.Module, stages: Sequence[StageClass]) -> list[str]:
     kind = type(model).__name__ if is_identifier(type(model).__name__) else "A model"
     mode = "training" if model.training else "evaluation"
     versions = f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
+from penstock.capture import Recording
 from penstock.codegen import support
 from penstock.codegen.names import Imports, applied_function, is_identifier, is_index, tensor_attribute
 from penstock.errors import CodeError
@@ -89,21 +90,6 @@ def expect(found: str, recorded: str, what: str) -> str:
     return f"expect({found}, {recorded}, {what!r})"
 
 
-def part_of_stage(path: str, blocks: Collection[str]) -> str:
-    """A module, parameter or buffer of a stage; `blocks` are the modules that the stage holds whole."""
-    words = path.split(".")
-    inside = next((n for n in range(1, len(words)) if ".".join(words[:n]) in blocks), len(words))
-    found = "self"
-    for word in words[:inside]:
-        is_attribute = is_identifier(word) and not word.startswith("__") and word not in _STAGE_ATTRIBUTES
-        found += f".{word}" if is_attribute else f"[{word if is_index(word) else repr(word)}]"
-    if inside == len(words):
-        return found
-    # Only parts of a stage have our `__getitem__`; a module of the model is entered by its own names.
-    owner, name = words[inside:-1], words[-1]
-    return attribute(f"{found}.get_submodule({'.'.join(owner)!r})" if owner else found, name)
-
-
 class ConstantTensors:
     """Tensors that are not part of the model: in the code if they are small, else in a file beside it."""
 
@@ -134,7 +120,7 @@ class ConstantTensors:
 class Expressions:
     """The expressions of one stage. `where` in its methods names the caller in errors."""
 
-    recording: Any
+    recording: Recording
     variables: Mapping[str, str]
     """the Python name of every value"""
     blocks: Collection[str]
@@ -149,8 +135,18 @@ class Expressions:
         return f"{self.variables[value]}{'.clone()' if value in self.copied else ''}"
 
     def part(self, path: str) -> str:
-        """A module, parameter or buffer."""
-        return part_of_stage(path, self.blocks)
+        """A module, parameter or buffer of the stage."""
+        words = path.split(".")
+        inside = next((n for n in range(1, len(words)) if ".".join(words[:n]) in self.blocks), len(words))
+        found = "self"
+        for word in words[:inside]:
+            is_attribute = is_identifier(word) and not word.startswith("__") and word not in _STAGE_ATTRIBUTES
+            found += f".{word}" if is_attribute else f"[{word if is_index(word) else repr(word)}]"
+        if inside == len(words):
+            return found
+        # Only parts of a stage have our `__getitem__`; a module of the model is entered by its own names.
+        owner, name = words[inside:-1], words[-1]
+        return attribute(f"{found}.get_submodule({'.'.join(owner)!r})" if owner else found, name)
 
     def argument(self, tree: Tree, where: str) -> str:
         """An argument of a recorded call."""

@@ -14,8 +14,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import resolve_name
 
+from penstock.capture import Recording
 from penstock.codegen import support
-from penstock.ir import Call, Graph
+from penstock.ir import Call
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]*", re.ASCII)
@@ -78,10 +79,10 @@ class Names:
         return name not in self._used and name not in _RESERVED and not _STAGE.fullmatch(name)
 
 
-def name_values(recording: Any, names: Names) -> dict[str, str]:
+def name_values(recording: Recording, names: Names) -> dict[str, str]:
     """A variable for every value of a recording; a value that is written in place keeps its variable."""
-    graph: Graph = recording.graph
-    found = {}
+    graph = recording.graph
+    found: dict[str, str] = {}
     for value in graph.inputs:
         words = [word for word in value.name.split(".") if is_identifier(f"_{word}")]
         found[value.name] = names.fresh("_".join(words), may_shadow=True)

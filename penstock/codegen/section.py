@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.overrides import resolve_name
 
-from penstock.ir import Call, Graph, Guard, Node, Partition, refs, states
+from penstock.capture import Captured, Recording
+from penstock.ir import Call, Guard, Node, Partition, refs, states
 from penstock.stages import Ownership
 
 
@@ -14,7 +14,7 @@ from penstock.stages import Ownership
 class Section:
     """The calls of one stage of a captured model, and the values and state that they use."""
 
-    recording: Any
+    recording: Recording
     stage: int
     num_stages: int
     steps: tuple[Call | Guard, ...]
@@ -43,7 +43,7 @@ class Section:
         return tuple(name for name in self.recording.record.inputs if name in self.read)
 
 
-def sections(captured: Any, recording: Any, partition: Partition) -> list[Section]:
+def sections(captured: Captured, recording: Recording, partition: Partition) -> list[Section]:
     """The sections of all stages."""
     graph, record = recording.graph, recording.record
     owners, crossings = Ownership(graph, partition), partition.crossings(graph)
@@ -85,10 +85,10 @@ def sections(captured: Any, recording: Any, partition: Partition) -> list[Sectio
 
 
 def _steps(
-    recording: Any, nodes: Sequence[Node], needed: set[str], stage: int, owners: Ownership
+    recording: Recording, nodes: Sequence[Node], needed: set[str], stage: int, owners: Ownership
 ) -> list[Call | Guard]:
     """The steps of a stage, without pure functions whose results nothing needs."""
-    graph: Graph = recording.graph
+    graph = recording.graph
     names = {node.name for node in nodes}
     available = recording.available_values(names)
     writers = {update.node for update in graph.updates}

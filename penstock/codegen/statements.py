@@ -11,11 +11,10 @@ import torch
 from penstock.codegen.expressions import Expressions, access, expect, tuple_of
 from penstock.codegen.names import Names, is_plain_path
 from penstock.errors import CodeError
-from penstock.ir import Call, CallContext, Graph, Guard, Parts, Ref
+from penstock.ir import TENSOR, Call, CallContext, Graph, Guard, Parts, Ref
 
-_TENSOR = "*"
-"""the structure of a result that is a single tensor"""
 _MAX_NUMBERS = 64
+"""numbers of an array that a guard is compared with"""
 # fmt: off
 _SHAPE_FOLLOWS = frozenset(
     {
@@ -28,8 +27,6 @@ _SHAPE_FOLLOWS = frozenset(
 )
 # fmt: on
 """functions whose result has a shape that follows from the shapes of the arguments, so that it needs no check"""
-
-
 NO_CONTEXT = CallContext()
 
 
@@ -54,7 +51,7 @@ class StepWriter:
 
     @property
     def _graph(self) -> Graph:
-        return self.expressions.recording.graph  # type: ignore[no-any-return]
+        return self.expressions.recording.graph
 
     def statements(self, steps: Collection[Call | Guard]) -> Iterator[Statement]:
         """All statements, with a comment above where the forward of another module begins."""
@@ -130,7 +127,7 @@ class StepWriter:
             code, is_statement = self.expressions.function_call(function, step.args, step.kwargs, where)
         if is_statement:
             return [code]
-        if step.results.structure == _TENSOR:
+        if step.results.structure == TENSOR:
             variable = self.expressions.variables.get(step.results.values[0])
             updated = {self.expressions.variables[new] for new, _ in step.results.updates}
             return [f"{variable} = {code}" if variable in self.read and variable not in updated else code]

@@ -116,6 +116,7 @@ from penstock.ir.placement import MAX_STAGES, Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search
 from penstock.ir.profile import NODE_SECONDS, NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
+    TENSOR,
     Call,
     CallContext,
     Container,

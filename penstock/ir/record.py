@@ -52,6 +52,10 @@ class CallContext:
     autocast: tuple[str, bool, str] | None = None
 
 
+TENSOR = "*"
+"""the structure of a result that is a single tensor"""
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """The result of a call: the names of its tensors from left to right, and the rest as a line of text.
@@ -62,7 +66,7 @@ class Results:
     """
 
     values: tuple[str, ...]
-    structure: str = "*"
+    structure: str = TENSOR
     updates: tuple[tuple[str, str], ...] = ()
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.capture import Captured, DrawSeed, LruCache, Recording, Replay
+from penstock.capture import Captured, DrawSeed, LruCache, Recording, Replay, outer_modules
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Partition
 from penstock.stages.cut_checks import check_guards, check_shared_memory
@@ -151,9 +151,8 @@ class Stage(nn.Module):
         """Set the mode of the submodules, and of the modules around them, whose forward is the code between them."""
         super().train(mode)
         for name in self._blocks[0]:
-            words = name.split(".")
-            for end in range(len(words)):
-                self.whole_model.get_submodule(".".join(words[:end])).training = mode
+            for outer in outer_modules(name):
+                self.whole_model.get_submodule(outer).training = mode
         return self
 
     def _replay(self, recording: Recording) -> Replay:
