@@ -18,9 +18,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from penstock.batches.cuts import Argument, Split, batch_size, has_rule
 from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch, microbatch_sizes
 from penstock.capture import (
+    ROUNDING,
     GeneratorStates,
     copy_leaf,
     is_close,
+    is_inexact,
     is_integer,
     isolated,
     python_generators,
@@ -103,6 +105,8 @@ class _Search:
         """errors of the model so far"""
         self._is_pure = True
         """whether no run has drawn random numbers or written buffers"""
+        self._rounding = max((ROUNDING[each.dtype] for each in model.parameters() if is_inexact(each)), default=0.0)
+        """relative rounding error of the parameters' precision, which results of a higher precision have too"""
 
     def candidates(self) -> Iterator[dict[str, SplitRule]]:
         """Rules to try, the usual ones first; none if there is nothing to split."""
@@ -178,7 +182,8 @@ class _Search:
                 results.append(result)
             else:
                 ran.append(rules)
-                agreement = _compare(whole, results, [microbatch.size for microbatch in microbatches])
+                sizes = [microbatch.size for microbatch in microbatches]
+                agreement = _compare(whole, results, sizes, self._rounding)
                 if agreement == _EQUAL:
                     return rules
                 if agreement == _POSSIBLE:
@@ -210,7 +215,7 @@ class _Search:
                 return self.decide([rules, *islice(self._with_whole_arguments(rules), _MAX_CANDIDATES)])
             except RunError:
                 return rules
-        if _interact(ran[0], ran[1:], few.size):
+        if _interact(ran[0], ran[1:], few.size, self._rounding):
             self._warn_of_interaction(next(iter(few.cuts)))
         return rules
 
@@ -240,7 +245,10 @@ class _Search:
         # Dropout and statistics of norms have no effect in eval mode, in which samples are compared.
         self._is_pure = True
         pairs = zip(first or (), second or (), strict=False)
-        if any(isinstance(one, Tensor) and isinstance(two, Tensor) and not is_close(two, one) for one, two in pairs):
+        if any(
+            isinstance(one, Tensor) and isinstance(two, Tensor) and not is_close(two, one, self._rounding)
+            for one, two in pairs
+        ):
             _warn(
                 "the forward uses buffers that it writes, and runs once per microbatch instead of once for the batch: "
                 f"{listed(written)}; results are those of a loop over the microbatches"
@@ -381,7 +389,7 @@ def _rule_text(rule: Any) -> str:
 _EQUAL, _POSSIBLE, _DIFFERENT = "equal", "possible", "different"
 
 
-def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes: Sequence[int]) -> str:
+def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes: Sequence[int], rounding: float) -> str:
     """Whether the results of microbatches of these sizes are together those of the whole batch.
 
     `_POSSIBLE` if only scalars differ: a loss may be averaged in a way that is not known here.
@@ -396,7 +404,7 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
         dim = additive_dim(tuple(expected.shape), shapes)
         if dim is not None:
             # A result per sample.
-            if not is_close(torch.cat(results, dim), expected):  # type: ignore[arg-type]
+            if not is_close(torch.cat(results, dim), expected, rounding):  # type: ignore[arg-type]
                 return _DIFFERENT
         elif any(shape != tuple(expected.shape) for shape in shapes):
             return _DIFFERENT
@@ -407,14 +415,14 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
             if expected.is_floating_point() and not expected.dim():
                 combined.append(sum(result * (size / sum(sizes)) for result, size in zip(tensors, sizes, strict=True)))
                 combined.append(sum(tensors))
-            if not any(is_close(result, expected) for result in combined):
+            if not any(is_close(result, expected, rounding) for result in combined):
                 if expected.dim():
                     return _DIFFERENT
                 agreement = _POSSIBLE
     return agreement
 
 
-def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int) -> bool:
+def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int, rounding: float) -> bool:
     """Whether a result with one row per sample is another one in the parts; other results are not compared."""
     if any(len(part) != len(whole) for part in parts):
         return False
@@ -423,7 +431,7 @@ def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_sa
         if isinstance(expected, Tensor) and len(tensors) == len(parts):
             dim = additive_dim(tuple(expected.shape), [tuple(tensor.shape) for tensor in tensors])
             has_rows = dim is not None and expected.shape[dim] == num_samples
-            if has_rows and not is_close(torch.cat(tensors, dim), expected):
+            if has_rows and not is_close(torch.cat(tensors, dim), expected, rounding):
                 return True
     return False
 

@@ -57,8 +57,11 @@ def in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def is_close(tensor: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape differ by rounding only. NaN equals NaN; of meta tensors shapes are compared."""
+def is_close(tensor: Tensor, expected: Tensor, rounding: float = 0.0) -> bool:
+    """Whether two tensors of one shape differ by rounding only. NaN equals NaN; of meta tensors shapes are compared.
+
+    `rounding`: that of a lower precision in which they were computed, as in `ROUNDING`.
+    """
     if tensor.is_meta or expected.is_meta:
         return tensor.shape == expected.shape
     if not is_inexact(tensor):
@@ -69,7 +72,7 @@ def is_close(tensor: Tensor, expected: Tensor) -> bool:
     # NaN and Inf at the same places are equal.
     difference = difference[(tensor.isfinite() | expected.isfinite())]
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 1.0
-    return not difference.numel() or float(difference.max()) <= ROUNDING[expected.dtype] * scale
+    return not difference.numel() or float(difference.max()) <= max(ROUNDING[expected.dtype], rounding) * scale
 
 
 # Entries as real numbers or bytes

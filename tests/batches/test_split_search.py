@@ -260,6 +260,26 @@ def test_random_results_and_an_entry_per_sample_are_no_interaction_of_samples() 
         assert find_split(Listing(), (torch.randn(4, 4),), {}) == {}
 
 
+class Rounded(nn.Module):
+    """Blocks in float32 whose rounding differs with the samples beside it, and results in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rounding of float32, which a kernel that takes samples in groups of four has for whole groups only."""
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.double() * (1 + (len(x) % 4) * torch.finfo(torch.float32).eps)
+
+
+def test_rounding_in_the_precision_of_the_parameters_is_no_interaction_of_samples() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_split(Rounded(), (torch.randn(4, 4),), {}) == {}
+
+
 def test_the_error_of_a_model_that_cannot_run_at_all_is_reported_by_planning() -> None:
     with pytest.raises(CaptureError, match=r"RuntimeError: .*cannot be multiplied"):
         penstock.plan(Classes(), (torch.randn(4, 4), torch.randn(8, 3)), ranks=1, microbatches=2)
