@@ -110,6 +110,9 @@ def command(verb: Verb) -> Verb:
 
     def run(**values: Any) -> None:
         with exit_on_error():
+            # Before torch, whose extension module imports numpy while it loads and drops a ctrl-c that comes meanwhile.
+            import numpy  # noqa: F401
+
             built = {name: record(**{key: values.pop(key) for key in names[name]}) for name, record in records.items()}
             verb(**built, **values)
 
