@@ -785,7 +785,11 @@ class Pipeline:
         parameters = inspect.signature(forward).parameters
         unusable = f"{name}= of step and evaluate is not usable with this model"
         if name in parameters:
-            hint = f"pass it to the model by position; {unusable}"
+            is_keyword_only = parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+            way = (
+                "another name for the argument of the model" if is_keyword_only else "pass it to the model by position"
+            )
+            hint = f"{way}; {unusable}"
             return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             # `kwargs["scale"]` and `kwargs.get("scale")` have the name as a constant of the function.

@@ -197,6 +197,22 @@ def test_a_model_that_takes_a_scale_gets_it_by_position(scale: float) -> None:
     assert float(pipe.step(x, scale, target=target).loss) == pytest.approx(mse_loss(model(x, scale), target).item())
 
 
+class ScalingByKeyword(Scaling):
+    """Takes the argument by name only."""
+
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+        """Scaled outputs."""
+        return self.body(x) * scale
+
+
+def test_the_hint_for_a_scale_that_has_no_position_is_another_name() -> None:
+    model, (x, target) = ScalingByKeyword(), BATCHES[0]
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with pytest.raises(penstock.RunError, match=r"scale is ambiguous.*\ntry: another name for the argument"):
+        pipe.step(x, target=target, scale=0.5)
+
+
 class ScalingByName(Scaling):
     """Has the argument among others."""
 
