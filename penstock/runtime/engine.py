@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.batches import (
     TARGET,
@@ -26,7 +27,7 @@ from penstock.batches import (
 )
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan
+from penstock.ir import Plan, leaves, transform
 from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import Agreement
@@ -153,6 +154,7 @@ class Engine:
         self.check_usable()
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         is_measured = budget_tokens is not None and self._tokens.is_measured
+        batch, boundary = _input_boundary(batch)
         batch = self._begin_budget(budget_tokens, batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
@@ -166,6 +168,9 @@ class Engine:
                 self._undo()
             else:
                 self._snapshot.commit()
+                reached = [(value, leaf.grad) for value, leaf in boundary if leaf.grad is not None]
+                if reached:
+                    torch.autograd.backward(*zip(*reached, strict=True))
             if budget_tokens is None:
                 return result
             groups = self._tokens.step_taken(step.microbatches, result.trace)
@@ -706,6 +711,25 @@ class Engine:
             finally:
                 self._runner.probe = None
         return probe
+
+
+def _input_boundary(batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
+    """Detach tensors of a batch from the graphs that computed them; returns each with the leaf that collects its grad.
+
+    Every microbatch runs a backward of its own, but the first one through a graph frees it.
+    """
+    boundary: list[tuple[Tensor, Tensor]] = []
+
+    def detached(value: object) -> object:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return value
+        leaf = value.detach().requires_grad_()
+        boundary.append((value, leaf))
+        return leaf.clone()  # the model may write into it
+
+    if any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch)):
+        batch = transform(batch, detached)
+    return batch, boundary
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

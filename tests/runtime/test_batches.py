@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import penstock
 from tests.parity import Values, WholeModel, assert_close, assert_identical, assert_parts_close, values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
-from tests.small_models import tied, token_loss, tokens
+from tests.small_models import WIDTH, Block, noise, seeded, tied, token_loss, tokens
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 FORMS = (
@@ -129,3 +130,22 @@ def test_a_step_leaves_the_random_numbers_of_the_user_alone() -> None:
 
 def _copied(found: Values) -> Values:
     return {name: None if value is None else value.clone() for name, value in found.items()}
+
+
+def embedded(trained: Any, model: nn.Module, num_steps: int = 2) -> list[Tensor]:
+    """Losses of steps whose input and target are results of layers outside of the pipeline, and their gradients."""
+    torch.manual_seed(2)
+    embedding, teacher = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()
+    x, found = noise(6, WIDTH), []
+    for _ in range(num_steps):
+        found.append(trained.step(embedding(x).tanh(), target=teacher(x).tanh()).loss.detach())
+    return [*found, *(p.grad for part in (embedding, teacher, model) for p in part.parameters())]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_reach_what_computed_the_batch(schedule: str) -> None:
+    plain, model = (seeded(nn.Sequential(*(Block() for _ in range(4)))) for _ in range(2))
+    plan = quick_plan(model, (noise(6, WIDTH),), ranks=2, microbatches=3, schedule=schedule)
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    for found, expected in zip(embedded(pipe, model), embedded(WholeModel(plain, mse_loss), plain), strict=True):
+        assert torch.allclose(found, expected, rtol=0.0, atol=1e-12)
