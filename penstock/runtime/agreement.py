@@ -119,7 +119,7 @@ def first_difference(
             return RunError(
                 f"the {kind}s disagree about the values that pass between the stages",
                 hint="give every rank the same model, plan, options and shape of batch; parallelize_fn must keep the "
-                "shapes of values between blocks",
+                "shapes of values between blocks; requires_grad must be set on the whole model on every rank",
                 **values,
             )
     return None
