@@ -108,9 +108,9 @@ class ExampleBatch:
         return Measured(graph, self._profile(captured, graph, count))
 
     def _profile(self, captured: Captured, graph: Graph, count: int) -> Profile:
+        """Measure a microbatch; with a loss function and a target, the loss counts as part of the model's output."""
         if self.loss_fn is None or self.target is None:
             return measure(captured, loss_fn=self.loss_fn, speed=self.speed, budget=self.measure_seconds)
-        # The costs of the loss are part of those of the output.
         scored = self.of_loss(with_loss(self.model, self.loss_fn))
         try:
             profile = measure(scored.captured(count), speed=self.speed, budget=self.measure_seconds)

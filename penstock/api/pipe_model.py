@@ -142,17 +142,16 @@ class PartitionedGraph:
         return plan(self.captured.model, args, kwargs, microbatches=microbatches, **{**given, **opened, **options})
 
     def __str__(self) -> str:
-        rows = tuple(self._row(stage) for stage in range(len(self.stages)))
-        names = ("stage", "rank", "nodes", "from", "to", *(field.name for field in fields(Metrics)[:5]))
-        return f"{self.method}: {self.division}\n\n{TextTable(names, rows).markdown()}"
-
-    def _row(self, stage: int) -> tuple[str, ...]:
-        nodes = self.stages[stage]
-        metrics = [self.metrics[name] for name in nodes]
-        sums = [sum(getattr(each, field.name) for each in metrics) for field in fields(Metrics)[:5]]
-        sums[3] = max(each.cuda_memory_backward for each in metrics)  # a peak: nodes run one after another
-        row = (str(stage), str(self.placement[stage]), str(len(nodes)), nodes[0], nodes[-1])
-        return (*row, *(f"{value:.3g}" for value in sums))
+        shown = [field.name for field in fields(Metrics)[:5]]  # not the sizes of inputs and outputs
+        rows = []
+        for stage, nodes in enumerate(self.stages):
+            metrics = [self.metrics[name] for name in nodes]
+            sums = [sum(getattr(each, name) for each in metrics) for name in shown]
+            sums[3] = max(each.cuda_memory_backward for each in metrics)  # a peak: nodes run one after another
+            row = (str(stage), str(self.placement[stage]), str(len(nodes)), nodes[0], nodes[-1])
+            rows.append((*row, *(f"{value:.3g}" for value in sums)))
+        table = TextTable(("stage", "rank", "nodes", "from", "to", *shown), tuple(rows))
+        return f"{self.method}: {self.division}\n\n{table.markdown()}"
 
 
 def pipe_model(

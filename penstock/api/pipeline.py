@@ -165,6 +165,7 @@ class Pipeline:
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
         self._saver, self._has_saved = Saver(part, self._sync), False
+        """`_has_saved`: whether `save` was called, so that an asynchronous save may still fail"""
 
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         if scaler is not None:
@@ -268,7 +269,7 @@ class Pipeline:
             self._check_split_loss("step", target, return_outputs)
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
-        budget = {}
+        budget = {}  # passed on only if it is given: an AsyncEngine does not take it
         if budget_tokens is not None:
             budget = {"budget_tokens": self._checked_budget("step", budget_tokens, return_outputs)}
         if self._loss_head.scaler is not None:
@@ -759,6 +760,7 @@ class Pipeline:
         return value
 
     def _check_losses(self, call: str, losses: object) -> None:
+        """Raise an error, on every rank, if `losses` is not a list that can be filled."""
         if (error := self._ambiguous("losses")) is not None:
             self._refuse(call, error)
         if call == "step" and isinstance(self._engine, AsyncEngine):
@@ -812,6 +814,7 @@ class Pipeline:
                 raise RunError("batches are in flight in an asynchronous pipeline", hint="pipe.drain() before")
 
     def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
+        """The `output_dims` of a call: those of the constructor, with the given ones in place of the same names."""
         if given is None:
             return self._output_dims
         check_output_dims(given)
@@ -845,6 +848,7 @@ def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callab
 
 
 def _process_groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> ProcessGroups:
+    """The groups of this rank: of the mesh, of all processes, or with `local` none. A collective call."""
     if local:
         return ProcessGroups.local(plan.num_ranks)
     if not dist.is_available() or not dist.is_initialized():

@@ -296,6 +296,7 @@ def _plan_with_shards(
     """The output layer of the model, and the plan with it split into `count` shards."""
     num_microbatches = _microbatch_counts(options, batch)[0]
     head = batch.output_layer(num_microbatches)
+    # A module with children hides the layer itself: it is opened, and the model recorded again.
     while next(batch.model.get_submodule(head).children(), None) is not None:
         opened = batch.granularity.opened | {head}
         batch = replace(batch, granularity=replace(batch.granularity, opened=opened))
@@ -313,6 +314,7 @@ def _plan_with_shards(
 
 
 def _explained(found: Plan, asked: tuple[str, str], reason: str) -> Plan:
+    """The plan with one more option and one more reason in its record of the search."""
     seen = found.search
     return replace(found, search=replace(seen, reasons=(*seen.reasons, reason), asked=(*seen.asked, asked)))
 

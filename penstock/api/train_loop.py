@@ -404,6 +404,7 @@ class _Loop:
             self._messages += self._logs.write(metrics)
 
     def _emit(self, name: str, path: Path | None = None) -> None:
+        """Call the callbacks; the number of an event after a step is that of the step, which has been counted."""
         number = self._step if name in ("before_step", "end") else self._step - 1
         for callback in self._callbacks:
             callback(TrainEvent(name, number, self._pipe, self._optimizer, self._metrics, path, self._request_stop))

@@ -195,6 +195,7 @@ class AutoPipeline:
             hint = "device=None: the weights are made when a state dict is loaded"
             raise PlanError("a model on the meta device cannot be moved to a device", device=config.device, hint=hint)
         model.to(device=config.device, dtype=config.dtype)
+        # A key-value cache is for generation: in training it only takes memory.
         cache = None  # the model has no use_cache
         if "use_cache" in inspect.signature(model.forward).parameters:
             configured = getattr(getattr(model, "config", None), "use_cache", None)
@@ -206,6 +207,7 @@ class AutoPipeline:
         parts: list[nn.Module] = []
 
         def take_stage(stage: nn.Module) -> None:
+            """The Pipeline calls its parallelize_fn for every stage of this rank: here also to collect them."""
             if parallelize_fn is not None:
                 _parallelize(parallelize_fn, config, stage)
             parts.append(stage)

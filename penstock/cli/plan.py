@@ -93,7 +93,10 @@ class Machine:
     memory_speed: Annotated[float | None, Option(metavar="B/S", help="Memory bandwidth of that device.")] = None
     device: Annotated[
         str | None,
-        Option(metavar="NAME", help="Estimate for a preset: a100, h100, h200, b200, l4, rtx4090 and others."),
+        Option(
+            metavar="NAME",
+            help="Predict for a preset, not for this machine: a100, h100, h200, b200, l4, rtx4090 and others.",
+        ),
     ] = None
     devices: Annotated[
         int | None,

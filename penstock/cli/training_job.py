@@ -70,7 +70,8 @@ class TrainFlags:
         str | None,
         Option(
             metavar="TYPE",
-            help="cpu, or cuda: rank n of a host uses GPU n, over NCCL. Default: where MODEL and --data put tensors.",
+            help="Train on cpu, or cuda: rank n of a host uses GPU n, over NCCL. Default: where MODEL and --data put "
+            "tensors.",
         ),
     ] = None
     seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0

@@ -75,7 +75,11 @@ def partition_balanced(
         stage: None: this rank
     """
     entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
-    bounds = _bounds([_size(entry) for entry in entries], stages)
+    sizes = [
+        sum(parameter.numel() for parameter in entry.parameters()) if isinstance(entry, nn.Module) else 0
+        for entry in entries
+    ]
+    bounds = _bounds(sizes, stages)
     return entries[bounds[stage] : bounds[stage + 1]]
 
 
@@ -92,10 +96,6 @@ def _check_arguments(
         hint = "more entries: list the parts of a large module one by one"
         raise PartitionError("fewer entries than stages", entries=len(entries), stages=stages, hint=hint)
     return entries, stages, index
-
-
-def _size(entry: Callable[..., Any]) -> int:
-    return sum(parameter.numel() for parameter in entry.parameters()) if isinstance(entry, nn.Module) else 0
 
 
 def _bounds(sizes: Sequence[int], stages: int) -> list[int]:

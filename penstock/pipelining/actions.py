@@ -104,8 +104,7 @@ def with_custom_functions(
         action = decode_one(compiled.code)
         function = functions.get(_TYPES[action.kind]) if action.kind in _TYPES else None
         if function is not None:
-            run = partial(_call, function, as_torch_action(action), compiled.run, context)
-            compiled = compiled._replace(run=run)
+            compiled = compiled._replace(run=partial(_call, function, as_torch_action(action), compiled.run, context))
         actions.append(compiled)
     return replace(program, actions=tuple(actions))
 
@@ -113,6 +112,7 @@ def with_custom_functions(
 def _call(
     function: CustomFunction, action: _Action, run: Callable[[], None] | None, context: Callable[[], _PipelineContext]
 ) -> None:
+    """Run a custom function; `run` is the compiled action, None for one that has nothing to do on this rank."""
     function(action, replace(context(), run=run or (lambda: None)))
 
 

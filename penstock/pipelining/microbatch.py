@@ -167,7 +167,7 @@ def _split_block_mask(mask: Any, spec: Any, chunks: int, name: str) -> list[Any]
     ]
     parts, first = [], 0
     for tensors in zip(*columns, strict=True):
-        # The function of the mask is called with the number of the sample in the microbatch.
+        # The function of the mask is called with numbers of samples in the microbatch, and takes those in the batch.
         mask_mod = partial(_with_offset, mask.mask_mod, first)
         part = type(mask).from_kv_blocks(
             *tensors,

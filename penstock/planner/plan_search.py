@@ -41,11 +41,14 @@ def search(models: Models, options: PlanOptions, on_progress: OnProgress | None 
 
 
 class _Search:
+    """One call of `search`: the plans found so far, and the time that is left."""
+
     def __init__(self, models: Models, options: PlanOptions, on_progress: OnProgress | None) -> None:
         self._models, self._options, self._on_progress = models, options, on_progress
         self._end = time.monotonic() + options.budget_seconds
         self._found: list[LayoutPlan] = []
         self._without_schedule: list[StageLayout] = []
+        """layouts for whose placement the table has no schedule: an order may still be synthesised for them"""
 
     def best(self) -> Plan:
         """Tries orders of the table first, then orders made for the most promising layouts, then moves of nodes."""
@@ -78,6 +81,7 @@ class _Search:
 
     @property
     def _fitting(self) -> list[LayoutPlan]:
+        """The plans that keep within memory."""
         return [found for found in self._found if excess_bytes(found.plan) <= 0]
 
     @property
@@ -104,7 +108,6 @@ class _Search:
             if not self._seconds_left and self._fitting:
                 return
         if len(self._found) == before:
-            # The table has no schedule for this placement.
             self._without_schedule.append(layout)
 
     def _synthesise(self) -> None:
@@ -181,6 +184,7 @@ def _sort_key(plan: Plan) -> tuple[bool, float, int]:
 
 
 def _results(plan: Plan) -> tuple[object, ...]:
+    """Equal for plans that a user could not tell apart by their sizes and predictions."""
     predicted = plan.predicted
     return plan.num_microbatches, plan.num_stages, f"{predicted.makespan:.9g}", predicted.peaks
 
