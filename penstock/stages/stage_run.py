@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from penstock.capture import DrawSeed, Recording, has_gradient
 from penstock.stages.deferral import ANCHOR, Deferral, Deferred
@@ -122,7 +122,12 @@ class ForwardRun:
         # A recomputation during backward must save the same tensors as the first forward did.
         with self._deferral if self._deferral is not None and self._deferral.is_recomputed else _NO_CONTEXT:
             if self.own_backward is None:
-                torch.autograd.backward(roots, root_gradients)
+                # Not torch.autograd.backward: before it calls the engine, it compares every gradient with its root in
+                # Python, which takes as long as the backward of a small stage. Here both have the same shape and dtype:
+                # those that the stages agreed on.
+                _engine_run_backward(
+                    tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
             else:
                 self.own_backward(gradients)
 
@@ -200,20 +205,20 @@ def grad_boundary(
     gets the layout of the leaf, in which it would be sent anyway; the gradient for another stage of this rank must
     leave as autograd computed it, as in the unsplit model.
     """
-    values: dict[str, Any] = dict(incoming)
-    if not values:
-        return values, {}
+    if not incoming:
+        return {}, {}
+    changed: dict[str, Any] = {}
     differentiable, leaves, is_recorded = {}, {}, torch.is_grad_enabled()
     for name, value in incoming.items():
         if isinstance(value, Tensor):
             if is_recorded and value.requires_grad and name in received and name not in written:
                 leaves[name] = value
                 continue
-            values[name] = detached = value.detach().clone() if name in written else value.data
+            changed[name] = detached = value.detach().clone() if name in written else value.data
             if value.requires_grad:
                 differentiable[name] = detached
     if differentiable:
         returned.update(dict.fromkeys(differentiable))
         started = _GradBoundary.apply(ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]
-        values.update(zip(differentiable, started, strict=True))
-    return values, leaves
+        changed.update(zip(differentiable, started, strict=True))
+    return {**incoming, **changed}, leaves
