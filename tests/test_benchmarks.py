@@ -11,7 +11,6 @@ import pytest
 from benchmarks import (
     asynchronous,
     backward,
-    call_count,
     capture,
     documents,
     joint_plan,
@@ -35,6 +34,7 @@ from benchmarks import (
     soak,
     synthesis,
     vocabulary,
+    walk,
 )
 from benchmarks.__main__ import main
 from benchmarks.table import Line, Table
@@ -304,8 +304,8 @@ def test_results_equal_their_record_until_a_value_changes(tmp_path, capsys):
 
 
 def test_the_functions_of_a_step_are_counted():
-    calls = call_count.count_calls(call_count.penstock_step(), Path(call_count.penstock.__file__).parent)
-    assert calls[call_count.penstock.Pipeline.step.__code__] == 1
+    calls = walk.count_calls(walk.penstock_step(), Path(walk.penstock.__file__).parent)
+    assert calls[walk.penstock.Pipeline.step.__code__] == 1
 
 
 def test_published_iterations_are_predicted_from_configuration():

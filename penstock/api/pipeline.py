@@ -274,7 +274,8 @@ class Pipeline:
             budget = {"budget_tokens": self._checked_budget("step", budget_tokens, return_outputs)}
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
-        batch, dims = Batch(args, kwargs, target), self._dims_of_outputs(output_dims)
+        batch = Batch(args, kwargs, target)
+        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_outdated()
@@ -319,7 +320,7 @@ class Pipeline:
         if budget_tokens is not None:
             budget = {"budget_tokens": self._checked_budget("eval", budget_tokens, return_outputs)}
         self.drain()
-        dims = self._dims_of_outputs(output_dims)
+        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
         batch = Batch(args, kwargs, target)
         result = self._engine.evaluate(batch, self.num_steps, bool(return_outputs), dims, **budget)
         if losses is not None:
@@ -376,7 +377,8 @@ class Pipeline:
             if is_given:
                 error = RunError(f"forward does not combine with {name}", hint="pipe.step(...), or another Pipeline")
                 self._refuse("forward", error)
-        number, dims = self.num_steps, self._dims_of_outputs(output_dims)
+        number = self.num_steps
+        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
         result, sizes = self._engine.forward(Batch(args, kwargs), number, dims)
         self.num_steps += 1
 
@@ -813,10 +815,8 @@ class Pipeline:
             if not self._engine.is_empty:
                 raise RunError("batches are in flight in an asynchronous pipeline", hint="pipe.drain() before")
 
-    def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
-        """The `output_dims` of a call: those of the constructor, with the given ones in place of the same names."""
-        if given is None:
-            return self._output_dims
+    def _merged_dims(self, given: OutputDims) -> OutputDims:
+        """The `output_dims` of the constructor, with those given in a call in place of the same names."""
         check_output_dims(given)
         is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
         return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]

@@ -154,7 +154,9 @@ class Engine:
         self.check_usable()
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         is_measured = budget_tokens is not None and self._tokens.is_measured
-        batch, boundary = _input_boundary(batch)
+        boundary: list[tuple[Tensor, Tensor]] = []
+        if any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch)):
+            batch, boundary = _input_boundary(batch)
         batch = self._begin_budget(budget_tokens, batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
@@ -387,13 +389,16 @@ class Engine:
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
-        if groups.monitor is not None and groups.peers is None:
+        if groups.peers is not None:
+            # Replicas exchange collectives before the first message, so they wait now.
+            return split, compiled, self._mean_size(self._sync.exchange(request, vote))
+        if groups.monitor is None:
+            self._sync.exchange(request, vote)
+        else:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
             self._transport.check_before_sending(self._sync.finish)
-            return split, compiled, sums[0]
-        # Replicas exchange collectives before the first message, so they wait now.
-        return split, compiled, self._mean_size(self._sync.exchange(request, vote))
+        return split, compiled, sums[0]
 
     def _begin_with_sent_batch(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
@@ -727,9 +732,7 @@ def _input_boundary(batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
         boundary.append((value, leaf))
         return leaf.clone()  # the model may write into it
 
-    if any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch)):
-        batch = transform(batch, detached)
-    return batch, boundary
+    return transform(batch, detached), boundary
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

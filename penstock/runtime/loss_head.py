@@ -158,7 +158,7 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
-    scalar = full_tensor(loss)
+    scalar = loss if type(loss) is Tensor else full_tensor(loss)
     return scalar if scalar.dim() == 0 else scalar.reshape(())
 
 

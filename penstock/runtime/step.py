@@ -109,7 +109,9 @@ class LossVote(NamedTuple):
     @classmethod
     def of(cls, step: Step) -> "LossVote":
         """The vote of this process after a step."""
-        added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
+        added = 0.0
+        if step.added:
+            added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
         if not step.losses:
             return cls(added=added)
         assert step.weights is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.capture import DrawSeed, Recording, has_gradient
 from penstock.stages.deferral import ANCHOR, Deferral, Deferred
@@ -18,6 +18,20 @@ from penstock.stages.stage import Stage
 
 Gradients = Mapping[str, Tensor | None]
 _NO_CONTEXT = nullcontext()
+
+# Before torch.autograd.backward calls the engine, it compares every gradient with its root in Python, which takes as
+# long as the backward of a small stage. Here both have the same shape and dtype, those that the stages agreed on, so
+# the engine is called directly. Its function is not public: without it, the checks are repeated.
+_run_backward: Callable[[tuple[GradientEdge, ...], tuple[Tensor, ...]], object] = torch.autograd.backward
+if hasattr(torch.autograd.graph, "_engine_run_backward"):
+    _run_backward = partial(
+        torch.autograd.graph._engine_run_backward,
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class ForwardRun:
@@ -122,12 +136,7 @@ class ForwardRun:
         # A recomputation during backward must save the same tensors as the first forward did.
         with self._deferral if self._deferral is not None and self._deferral.is_recomputed else _NO_CONTEXT:
             if self.own_backward is None:
-                # Not torch.autograd.backward: before it calls the engine, it compares every gradient with its root in
-                # Python, which takes as long as the backward of a small stage. Here both have the same shape and dtype:
-                # those that the stages agreed on.
-                _engine_run_backward(
-                    tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+                _run_backward(tuple(roots), tuple(root_gradients))
             else:
                 self.own_backward(gradients)
 

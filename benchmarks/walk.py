@@ -1,7 +1,7 @@
 """Counts the Python functions and files that run in one training step, in penstock and in torch's pipelining.
 
-    python -m benchmarks.call_count          # calls, functions and files of both
-    python -m benchmarks.call_count --list   # also the files with their functions
+    python -m benchmarks.walk          # calls, functions and files of both
+    python -m benchmarks.walk --list   # also the files with their functions
 
 Both train the same MLP with `mse_loss` as one stage with 4 microbatches in one process: penstock with
 `Pipeline(..., local=True)` and the schedule gpipe, torch with `ScheduleGPipe` in a gloo group of one process. The fifth
@@ -88,7 +88,7 @@ def print_files(calls: Counter[CodeType], directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.call_count", description="Count the functions of a step."
+        prog="python -m benchmarks.walk", description="Count the functions of a step."
     )
     parser.add_argument("--list", action="store_true", help="list the files with their functions")
     options = parser.parse_args()
