@@ -1,6 +1,7 @@
-"""Watches functions of torch that need the gradients of all ranks of a pipeline and see those of one.
+"""Watches functions of torch that need the gradients or weights of all ranks of a pipeline and see those of one.
 
-clip_grad_norm_ causes a warning: it clips the gradients of one rank by their own norm. LBFGS is refused.
+clip_grad_norm_ causes a warning: it clips the gradients of one rank by their own norm. LBFGS is refused, and so is
+AveragedModel while the weights of other ranks are stale.
 """
 
 import functools
@@ -14,8 +15,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from penstock.errors import PenstockWarning, RunError
+from penstock.runtime import StaleWeights
 
 _PIPELINES: "WeakSet[RankParameters]" = WeakSet()
 """of all pipelines of this process that have ranks in other processes"""
@@ -66,7 +69,7 @@ class WatchedParameters(Iterator[nn.Parameter]):
 
 
 def _watch_torch() -> None:
-    """Replace clip_grad_norm_ in torch.nn.utils, where most scripts look it up when they call it."""
+    """Replace functions of torch where scripts look them up when they call them; once."""
     clip = torch.nn.utils.clip_grad_norm_
     if hasattr(clip, "is_watched"):
         return
@@ -84,6 +87,16 @@ def _watch_torch() -> None:
 
     clip_grad_norm_.is_watched = True  # type: ignore[attr-defined]
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
+    update = AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        stale = StaleWeights.find(model)
+        if stale is not None:
+            stale.check(model, "average pipe.named_parameters() on every rank")
+        update(self, model)
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_lbfgs)
 
 

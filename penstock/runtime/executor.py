@@ -31,6 +31,11 @@ _LOG = logging.getLogger(__name__)
 Call = Callable[[], None]
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
+_CHANGED_TEXT = "modified by an inplace operation"
+_CHANGED_HINT = (
+    "if a hook changes a parameter during backward, as an optimizer in a hook does, change it after pipe.step instead: "
+    "the backwards of other microbatches still need its value"
+)
 _MEMORY_HINT = "more microbatches, recompute='full', more ranks, or a schedule that holds less (1f1b, v_half, v_min)"
 
 LOSS, ADDED = "the loss", "added losses"
@@ -519,5 +524,9 @@ def located_error(error: Exception, rank: int, code: int) -> Exception:
     known = {name: value for name, value in position.items() if value is not None}
     if isinstance(error, RunError):
         return error.at(**known)
-    is_memory = isinstance(error, _OUT_OF_MEMORY) or any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
-    return RunError(f"{type(error).__name__}: {error}", hint=_MEMORY_HINT if is_memory else "", **known)
+    hint = ""
+    if isinstance(error, _OUT_OF_MEMORY) or any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
+        hint = _MEMORY_HINT
+    elif _CHANGED_TEXT in str(error):
+        hint = _CHANGED_HINT
+    return RunError(f"{type(error).__name__}: {error}", hint=hint, **known)

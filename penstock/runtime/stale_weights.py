@@ -26,9 +26,9 @@ class StaleWeights:
     @classmethod
     def of(cls, model: nn.Module) -> "StaleWeights":
         """The hooks of a model: those that an earlier Pipeline has registered, or new ones."""
-        for hook in model._forward_pre_hooks.values():
-            if isinstance(hook, cls):
-                return hook
+        known = cls.find(model)
+        if known is not None:
+            return known
         stale = cls()
         # First, so that no hook of the user runs before the error.
         model.register_forward_pre_hook(stale, prepend=True)
@@ -36,13 +36,23 @@ class StaleWeights:
         model.register_state_dict_pre_hook(stale.before_read)
         return stale
 
+    @classmethod
+    def find(cls, model: nn.Module) -> "StaleWeights | None":
+        """The hooks of a model; None if no Pipeline over several processes has trained it."""
+        return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, cls)), None)
+
     def __call__(self, model: nn.Module, _: Any) -> None:
         """Raise an error before a forward."""
-        if self.is_stale and not is_internal_call():
+        if not is_internal_call():
+            self.check(model, "pipe.evaluate(x, return_outputs=True) instead")
+
+    def check(self, model: nn.Module, alternative: str) -> None:
+        """Raise an error if the weights of the model are stale; the hint is to update them, or an `alternative`."""
+        if self.is_stale:
             raise RunError(
                 "the model itself has stale weights: this rank trains some of its stages, other ranks the rest",
                 model=type(model).__name__,
-                hint=f"{_UPDATE} before, or pipe.evaluate(x, return_outputs=True) instead",
+                hint=f"{_UPDATE} before, or {alternative}",
             )
 
     def after_load(self, _: nn.Module, incompatible_keys: Any) -> None:

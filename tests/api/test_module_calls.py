@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.swa_utils import AveragedModel
 
 import penstock
 from tests.plans import quick_plan
@@ -129,6 +130,30 @@ def refused_step() -> str:
 def test_lbfgs_is_refused_on_the_parameters_of_one_rank(pools: Pools) -> None:
     for text in pools[2].run(refused_step):
         assert text.startswith("LBFGS needs the gradients of all ranks, and has those of this rank\ntry: ")
+
+
+def averaged_parameters() -> tuple[str, bool]:
+    model, initial = chain(4), chain(4)
+    pipe = pipe_of(model, local=False)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)  # nothing was trained yet
+    pipe.step(X, target=TARGET)
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with pytest.raises(penstock.RunError) as error:
+        averaged.update_parameters(model)
+    model.load_state_dict(pipe.full_state_dict(everywhere=True))
+    averaged.update_parameters(model)
+    expected = [(first + second) / 2 for first, second in zip(initial.parameters(), model.parameters(), strict=True)]
+    is_mean = all(torch.allclose(*pair) for pair in zip(averaged.parameters(), expected, strict=True))
+    return str(error.value), is_mean
+
+
+@pytest.mark.gloo
+def test_averaging_a_model_with_stale_weights_is_refused(pools: Pools) -> None:
+    for text, is_mean in pools[2].run(averaged_parameters):
+        assert text.startswith("the model itself has stale weights")
+        assert text.endswith("or average pipe.named_parameters() on every rank")
+        assert is_mean
 
 
 def test_clipping_all_parameters_of_a_local_pipeline_is_right() -> None:

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -64,3 +65,16 @@ def test_one_warning_names_the_parameters_of_all_ranks(pools: Pools) -> None:
 
 def test_without_hooks_there_is_no_warning() -> None:
     assert stepped(chain(4), "1f1b")[1] == []
+
+
+def test_an_optimizer_in_a_hook_is_named_in_the_error() -> None:
+    model = chain(4)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="gpipe")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(penstock.RunError, match=r"(?s)modified by an inplace operation.*try: if a hook changes"):
+            pipe.step(X, target=TARGET)

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 import zlib
 from collections.abc import Iterator
 from itertools import combinations
@@ -49,6 +50,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        weakref.finalize(self, connection.close)
         # A timeout of Python would make another system call before every send and receive.
         connection.setblocking(True)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, round(1e6 * _POLL_SECONDS)))
