@@ -166,7 +166,11 @@ class Run(NamedTuple):
 
 
 def _compared(runs: Sequence[Run], loss_fn: Any, times: int, limit: float) -> Iterator[Line]:
-    """The predicted step of each plan against the least of its steps; all of them take turns on the same ranks."""
+    """Compare the predicted step of each plan with the minimum of its measured steps; all plans run on the same ranks.
+
+    One plan after another, as users train: the steps of other plans in between would take the caches and the memory of
+    the allocator from a plan that holds many microbatches.
+    """
     steps = list(combine_ranks(penstock.launch(_steps, runs[0].plan.num_ranks, runs, loss_fn, times)).values())
     for run, taken in zip(runs, steps, strict=True):
         predicted, found = run.plan.predicted.makespan, min(step.seconds for step in taken)
@@ -177,8 +181,11 @@ def _compared(runs: Sequence[Run], loss_fn: Any, times: int, limit: float) -> It
 
 def _steps(runs: Sequence[Run], loss_fn: Any, times: int) -> Any:
     pipes = [penstock.Pipeline(run.model(), run.plan, loss_fn=loss_fn) for run in runs]
-    steps = [partial(pipe.step, run.data, target=run.target) for pipe, run in zip(pipes, runs, strict=True)]
-    return run_interleaved({str(number): step for number, step in enumerate(steps)}, times)
+    timings: dict[str, Any] = {}
+    for number, (pipe, run) in enumerate(zip(pipes, runs, strict=True)):
+        step = partial(pipe.step, run.data, target=run.target)
+        timings |= run_interleaved({str(number): step}, times, warmup=2)
+    return timings
 
 
 def _beside_torch(plan: penstock.Plan, model: nn.Sequential, data: Tensor, times: int) -> Any:
