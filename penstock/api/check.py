@@ -286,8 +286,7 @@ class _StepRunner:
                 terms = [(loss, weight) for loss, weight in weighted if weight]
                 if added:
                     nodes = {node.name for node in recordings[index].graph.nodes}
-                    share = microbatch.size / samples
-                    terms.append((added_losses.total(step, index, 0, nodes, added, share), 1.0))
+                    terms.append((added_losses.total(step, index, 0, nodes, added, samples), 1.0))
                 for value, factor in terms:
                     total = total + value.detach().double().reshape(()).cpu() * factor
                 # By value: batch norm writes its statistics without a new version.

@@ -31,21 +31,27 @@ class AddedLosses:
         """about added losses whose weights may not be those of one process"""
 
     def total(
-        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], share: float
+        self,
+        step: LossStep,
+        microbatch: int,
+        stage: int,
+        nodes: Collection[str],
+        added: Sequence[Added],
+        num_samples: float,
     ) -> Tensor:
         """The weighted sum of the losses that a stage adds for a microbatch.
 
-        `nodes` are those of the stage, and `share` is the microbatch's share of the samples of the batch.
+        `nodes` are those of the stage, and `num_samples` is the size of the batch, averaged over the replicas.
         """
-        kinds = [loss.reduction for loss in added]
-        if share != 1.0 and None in kinds:
+        kinds, size = [loss.reduction for loss in added], step.microbatches[microbatch].size
+        if size != num_samples and None in kinds:
             recording = step.recordings[microbatch]
             detected_kinds = self._kinds.get(
                 (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
             )
             kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
-        # Without a kind the share is 1, with which a mean and a sum have the same weight.
-        weights = [Count(kind or "mean").weights_of((share,), 1.0)[0] for kind in kinds]
+        # Without a kind the microbatch is the batch: a mean and a sum have the same weight.
+        weights = [Count(kind or "mean").weights_of((size,), num_samples)[0] for kind in kinds]
         return torch.stack([loss.value.reshape(()) * weight for loss, weight in zip(added, weights, strict=True)]).sum()
 
     def _find_kinds(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:

@@ -221,7 +221,7 @@ class _PairProbe:
             else:
                 # The gradient of the pivot is zero: this part becomes the pivot, and earlier shares are rescaled to it.
                 shares, pivot = [share * max(0.0, 1 / other_weight - 1) for share in shares] + [1.0], other
-        self.weights = (1.0,) * num_parts if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
+        self.weights = Count("sum" if kinds == {"sum"} else "mean").weights_of(shares, sum(shares))
 
     def fits(self, weights: tuple[float, ...]) -> bool:
         """Whether these are the weights of all pairs."""

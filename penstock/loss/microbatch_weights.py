@@ -15,12 +15,11 @@ from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.probe import VALUE_FACTOR
-from penstock.loss.reductions import IGNORE_INDEX, REDUCTIONS, Count, Piece
+from penstock.loss.reductions import REDUCTIONS, Count, Piece, choices
 from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
 
-_LABELS = Count("tokens", "", IGNORE_INDEX)
 _FUNCTION = ""
 """the key of the decision about a loss function"""
 _SECOND_SCALE = 0.75
@@ -79,7 +78,7 @@ class LossWeights:
         loss, if there are several.
         """
         if reduction is not None and reduction not in REDUCTIONS:
-            raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
+            raise RunError("unknown reduction", reduction=repr(reduction), hint=choices((*REDUCTIONS, None)))
         self.has_function = loss_fn is not None
         """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function
@@ -192,7 +191,7 @@ class LossWeights:
         if is_power_of_two or len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
             return False
         pieces: list[Piece] = [({}, each.size) for each in step.microbatches]
-        if known.alternatives or known.count.kind == "tokens":
+        if known.alternatives or known.count.counts_entries:
             pieces = [(self._function.tensors(each), each.size) for each in step.microbatches]
             apply = all(each.applies_to(pieces[0][0]) for each in known.counts)
             if self._has_new_labels(_FUNCTION, pieces) or not apply:
@@ -270,8 +269,10 @@ class LossWeights:
         own_pieces = pieces[: len(step.microbatches)]
         if self._function is not None and self._remote and self._num_steps <= 1:
             self._function.refuse_remote_parameters()
-        if self._reduction in ("mean", "sum") or len(pieces) == 1:
-            count = Count("sum" if self._reduction == "sum" else "mean")
+        given = None if self._reduction is None else REDUCTIONS[self._reduction]
+        if len(pieces) == 1 or (given is not None and not given.counts_entries):
+            # Of a single microbatch the samples are counted: its weight is 1, also without any label that counts.
+            count = Count("mean") if given is None or given.counts_entries else given
             decision, weights = Decision(count), count.weights(own_pieces)
         else:
             # A loss function does not depend on the recording.
@@ -284,9 +285,10 @@ class LossWeights:
             self._decisions.put(key, decision)
             if recording is not None:
                 self._checked.put(recording, None)
-            is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
-            if self._reduction == "tokens" and (decision.problem or is_counted_otherwise):
-                decision, weights = Decision(_LABELS), _LABELS.weights(own_pieces)
+            counts_samples = decision.count is not None and not decision.count.counts_entries
+            if given is not None and (decision.problem or counts_samples):
+                # The evaluation has not found which labels count: all labels are counted that torch does not ignore.
+                decision, weights = Decision(given), given.weights(own_pieces)
         step.weights, step.loss_problem = weights, decision.problem
         if is_replicated:
             step.weights, step.loss_problem = weights_among_replicas(

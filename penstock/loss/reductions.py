@@ -1,8 +1,9 @@
 """The reductions of losses: the weights of microbatches from counting samples, labels or a mask."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,9 +14,6 @@ from penstock.errors import RunError
 
 Piece = tuple[Mapping[str, Tensor], int]
 """the tensors of some samples whose entries may be counted, by name, and the number of samples"""
-REDUCTIONS = ("mean", "tokens", "sum")
-SAMPLE_REDUCTIONS = ("mean", "sum")
-"""those that count samples only, which losses of `add_loss` may have"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Count:
     """The divisor of a loss: the samples, entries of a tensor among targets or inputs, or nothing (a sum)."""
 
     kind: str
-    """one of `REDUCTIONS`"""
+    """the name of a reduction, one of `REDUCTIONS`"""
     tensor: str = ""
     """of "tokens": the name of the tensor whose entries are counted; empty: all labels together"""
     ignore_index: int | None = None
@@ -31,14 +29,24 @@ class Count:
     skips_first: bool = False
     """whether the first position of every sample does not count: language models predict the next token"""
 
+    @cached_property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum, which has no divisor."""
+        return self.kind == "sum"
+
+    @cached_property
+    def counts_entries(self) -> bool:
+        """Whether entries of tensors are counted, such as labels, and not only samples."""
+        return self.kind == "tokens"
+
     @property
     def is_usual(self) -> bool:
         """Whether the losses of torch have this divisor without arguments."""
-        return self.kind != "tokens" or self.ignore_index == IGNORE_INDEX
+        return not self.counts_entries or self.ignore_index == IGNORE_INDEX
 
     def applies_to(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the tensors include the counted one."""
-        if self.kind != "tokens":
+        if not self.counts_entries:
             return True
         if not self.tensor:
             return bool(_labels(tensors))
@@ -46,14 +54,14 @@ class Count:
 
     def totals(self, pieces: Sequence[Piece]) -> list[float]:
         """The count of each piece. All of them are read at once: on a GPU every read waits for the device."""
-        if self.kind != "tokens":
+        if not self.counts_entries:
             return [float(size) for _, size in pieces]
         counts = []
         for tensors, _ in pieces:
             counted_tensors = [tensors[self.tensor]] if self.tensor else _labels(tensors)
             if not counted_tensors:
                 raise RunError(
-                    'reduction="tokens" requires labels to count, got none',
+                    f'reduction="{self.kind}" requires labels to count, got none',
                     hint="give class indices as target= or labels=, or another reduction",
                 )
             sums = []
@@ -76,10 +84,22 @@ class Count:
         give 0 * NaN: callers must not start backward from it but treat its gradients as zero. If nothing counts in any
         piece all weights are NaN, and so is the loss, as in torch.
         """
-        if self.kind == "sum":
+        if self.is_sum:
             return (1.0,) * len(totals)
         # The replicas average their gradients, so weights are multiplied by their number.
         return tuple(count / total * num_replicas if total else math.nan for count in totals)
+
+
+REDUCTIONS = {count.kind: count for count in (Count("mean"), Count("tokens", ignore_index=IGNORE_INDEX), Count("sum"))}
+"""by the name that users give, the divisor of the loss"""
+SAMPLE_REDUCTIONS = tuple(name for name, count in REDUCTIONS.items() if not count.counts_entries)
+"""those that count samples only, which losses of `add_loss` may have"""
+
+
+def choices(reductions: Iterable[str | None]) -> str:
+    """`"mean", "sum" or None`, for the hint of an error."""
+    *names, last = ("None" if name is None else f'"{name}"' for name in reductions)
+    return f"{', '.join(names)} or {last}"
 
 
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from penstock.batches import Microbatch
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss.find_weights import INSEPARABLE, Decision
-from penstock.loss.reductions import Count, Piece
+from penstock.loss.reductions import REDUCTIONS, Count, Piece, choices
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12
@@ -91,7 +91,7 @@ def weights_among_replicas(
     raise RunError(
         "the replicas disagree about how the loss is averaged",
         reduction=reduction,
-        hint='reduction="mean", "tokens" or "sum"',
+        hint=f"reduction={choices(REDUCTIONS)}",
     )
 
 
@@ -109,7 +109,7 @@ def _agreed_weights(replicas: Replicas, decision: Decision, pieces: Sequence[Pie
     On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
     may have decided for another one than the others, which have batches in which they differ.
     """
-    counts = [] if decision.problem else [count for count in decision.counts if count.kind != "sum"]
+    counts = [] if decision.problem else [count for count in decision.counts if not count.is_sum]
     fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)
     fits[[int(_hash(count)) % _NUM_BUCKETS for count in counts]] = 1.0
     common = (replicas.sum(fits) == replicas.count).nonzero().flatten().tolist()

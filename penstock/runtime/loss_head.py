@@ -140,8 +140,7 @@ class LossHead:
         """The weighted sum of the losses that `add_loss` added in one stage for a microbatch."""
         runs = self._partition.runs(step.recordings[microbatch].graph)
         nodes = {node.name for node in runs[stage]}
-        share = step.microbatches[microbatch].size / step.mean_size
-        return self._added.total(step, microbatch, stage, nodes, added, share)
+        return self._added.total(step, microbatch, stage, nodes, added, step.mean_size)
 
     def warnings(self, step: Step) -> tuple[str, ...]:
         """Why the loss or gradients of a step are not, or may not be, those of the whole batch."""
