@@ -62,7 +62,7 @@ class MeasuredModel:
         args, kwargs = self._captured.example
         return {name: copy_leaf(value) for name, value in self._captured.inputs(args, kwargs).items()}
 
-    def prepare_node(self, node: str, values: Mapping[str, Any], is_split: bool) -> Callable[[], "NodeRun"]:
+    def prepare_node(self, node: str, values: Mapping[str, Any], splits_backward: bool) -> Callable[[], "NodeRun"]:
         """A function that runs the forward of a node on the values that it reads.
 
         The node may write into them in place; these must not be leaves of a graph.
@@ -79,16 +79,16 @@ class MeasuredModel:
                 name: value.to("meta") if isinstance(value, Tensor) and not value.is_meta else value
                 for name, value in values.items()
             }
-        return self._prepare(self._replays[node], values, is_split)
+        return self._prepare(self._replays[node], values, splits_backward)
 
-    def prepare_nothing(self, values: Mapping[str, Any], is_split: bool) -> Callable[[], "NodeRun"]:
+    def prepare_nothing(self, values: Mapping[str, Any], splits_backward: bool) -> Callable[[], "NodeRun"]:
         """A forward of no node: its time is the overhead of a run."""
         return self._prepare(
-            lambda given: {name: value.view_as(value) for name, value in given.items()}, values, is_split
+            lambda given: {name: value.view_as(value) for name, value in given.items()}, values, splits_backward
         )
 
     def _prepare(
-        self, forward: Callable[[Values], Values], values: Mapping[str, Any], is_split: bool
+        self, forward: Callable[[Values], Values], values: Mapping[str, Any], splits_backward: bool
     ) -> Callable[[], "NodeRun"]:
         # Each value is the start of a graph, unless it is in one.
         inputs = {
@@ -97,7 +97,7 @@ class MeasuredModel:
             else value
             for name, value in values.items()
         }
-        return lambda: NodeRun(forward, inputs, self._added_losses, is_split)
+        return lambda: NodeRun(forward, inputs, self._added_losses, splits_backward)
 
     @cached_property
     def _read(self) -> set[str]:
@@ -154,16 +154,16 @@ class NodeRun(ForwardRun):
     """One forward of a node, kept until its backward, which starts from its outputs and the losses that it adds."""
 
     def __init__(
-        self, forward: Callable[[Values], Values], values: Values, added_losses: CollectLosses, is_split: bool
+        self, forward: Callable[[Values], Values], values: Values, added_losses: CollectLosses, splits_backward: bool
     ) -> None:
         """Run `forward` on the values, which are not kept."""
         given = [values]
         with added_losses() as added:
             super().__init__(
                 lambda _: forward(given.pop()),
-                _UNREAD if is_split else {},
+                _UNREAD if splits_backward else {},
                 lambda queue: DeferredAccumulator().run(queue),
-                is_split=is_split,
+                splits_backward=splits_backward,
             )
         self._added: dict[str, Tensor] = {}
         if added:
@@ -194,7 +194,7 @@ class NodeVisit:
     node: Node
     values: Mapping[str, Any]
 
-    def prepare(self, is_split: bool) -> Callable[[], NodeRun]:
+    def prepare(self, splits_backward: bool) -> Callable[[], NodeRun]:
         """A function that runs one forward; values that some node writes into are copied."""
         # The copy is not a leaf of a graph: leaves cannot be written in place.
         values = {
@@ -203,7 +203,7 @@ class NodeVisit:
             else value
             for name, value in self.values.items()
         }
-        return self.subject.prepare_node(self.node.name, values, is_split)
+        return self.subject.prepare_node(self.node.name, values, splits_backward)
 
     def gradients(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Gradients of ones for those outputs that get one in training."""

@@ -140,7 +140,7 @@ class Timing:
         def gradients(outputs: dict[str, Any]) -> dict[str, Tensor]:
             return {name: torch.ones_like(value, requires_grad=False) for name, value in outputs.items()}
 
-        return cls(lambda is_split: subject.prepare_nothing(values, is_split), gradients, clock)
+        return cls(lambda splits_backward: subject.prepare_nothing(values, splits_backward), gradients, clock)
 
     def sample(self) -> None:
         """Take one more sample."""

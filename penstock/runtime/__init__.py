@@ -41,7 +41,7 @@ from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.engine import Engine
-from penstock.runtime.executor import Call, RankProgram, located_error, watch_step
+from penstock.runtime.executor import RankProgram, located_error, watch_step
 from penstock.runtime.gradients import (
     ReplicaReducer,
     TiedParameter,

@@ -24,8 +24,8 @@ from penstock.runtime.agreement import Agreement
 from penstock.runtime.engine import Engine, generators_restored, mix_seed, step_options
 from penstock.runtime.executor import (
     ActionTimes,
-    Pass,
     RankProgram,
+    StagePass,
     StageRunner,
     action_times,
     execute,
@@ -127,7 +127,7 @@ class StreamRunner(StageRunner):
         self.window: Sequence[tuple[StreamBatch, int] | None] = ()
         """by microbatch of the chunk that runs now: its batch, and its index in the batch"""
 
-    def forward(self, stage_pass: Pass) -> None:
+    def forward(self, stage_pass: StagePass) -> None:
         batch, index = self._enter(stage_pass)
         weights = self._weights[stage_pass.stage]
         version = batch.versions[stage_pass.stage, index] = weights.acquire(batch.number)
@@ -140,7 +140,7 @@ class StreamRunner(StageRunner):
                 hint="a loss function that returns their sum",
             )
 
-    def backward(self, stage_pass: Pass) -> None:
+    def backward(self, stage_pass: StagePass) -> None:
         batch, index = self._enter(stage_pass)
         stage, weights = stage_pass.stage, self._weights[stage_pass.stage]
         version = batch.versions.pop((stage, index))
@@ -153,7 +153,7 @@ class StreamRunner(StageRunner):
                 self._check_finite(stage, batch)
             weights.update()
 
-    def _enter(self, stage_pass: Pass) -> tuple[StreamBatch, int]:
+    def _enter(self, stage_pass: StagePass) -> tuple[StreamBatch, int]:
         """Select the batch of a pass; returns it with the index of the microbatch in the batch."""
         entry = self.window[stage_pass.microbatch]
         assert entry is not None

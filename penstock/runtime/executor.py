@@ -28,7 +28,7 @@ from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
 from penstock.stages import StageRun
 
 _LOG = logging.getLogger(__name__)
-Call = Callable[[], None]
+Thunk = Callable[[], None]
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
 _CHANGED_TEXT = "modified by an inplace operation"
@@ -78,7 +78,7 @@ class ValuesTo(NamedTuple):
     slot: SendSlot | LocalSlot
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """One forward, backward or weight gradient of a stage on a microbatch."""
 
     stage: int
@@ -86,7 +86,7 @@ class Pass(NamedTuple):
     sources: tuple[ValuesFrom, ...]
     """for a backward in the order in which gradients are added up"""
     targets: tuple[ValuesTo, ...]
-    is_split: bool
+    splits_backward: bool
     """whether backward computes input gradients only, and weight gradients follow later"""
     received: tuple[str, ...] = ()
     """of the values of `sources`, those that come in messages"""
@@ -98,13 +98,13 @@ class PassRunner(Protocol):
     has_replicas: bool
     """whether gradients are averaged over replicas after the last backward of a stage"""
 
-    def forward(self, stage_pass: Pass) -> None:
+    def forward(self, stage_pass: StagePass) -> None:
         """Run the forward of a stage."""
 
-    def backward(self, stage_pass: Pass) -> None:
+    def backward(self, stage_pass: StagePass) -> None:
         """Run the backward of a stage, whole or for the inputs only."""
 
-    def weight_grad(self, stage_pass: Pass) -> None:
+    def weight_grad(self, stage_pass: StagePass) -> None:
         """Compute the weight gradients of a split backward."""
 
     def can_split(self, stage: int) -> bool:
@@ -134,10 +134,11 @@ class StageRunner:
         """set while a step is run again to find where NaN or Inf came from"""
         self._runs: dict[tuple[int, int], StageRun] = {}
         """forwards that wait for their backward, by stage and microbatch"""
-        self._gradient_key, self._gradient = (0.0, torch.float32, torch.device("cpu")), torch.zeros(())
-        """the gradient of the last loss, and value, dtype and device of it: it is usually the same for all"""
+        self._loss_gradient_key = 0.0, torch.float32, torch.device("cpu")
+        self._loss_gradient = torch.zeros(())
+        """cached gradient of the loss; its key (weight * scale, dtype, device) is usually equal for all microbatches"""
 
-    def forward(self, stage_pass: Pass) -> None:
+    def forward(self, stage_pass: StagePass) -> None:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
@@ -153,23 +154,25 @@ class StageRunner:
         token = ADDED_COLLECTOR.set(added.append)
         try:
             seed, module = DrawSeed(step.seed, microbatch), self._model_part.stages[stage]
+            given = (module, recording, inputs, incoming, stage_pass.splits_backward, seed, stage_pass.received)
             if probe is None:
-                run = StageRun(module, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
+                run = StageRun(*given)
             else:
                 with call_hook(probe.check_call):
-                    run = StageRun(module, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
+                    run = StageRun(*given)
         finally:
             ADDED_COLLECTOR.reset(token)
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
         if loss is not None:
             run.add_root(LOSS, loss)
         outputs = run.take_outputs()
-        # Detached once, for the check and for all messages.
-        detached = {
-            name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-            for name, value in outputs.items()
-            if loss is None
-        }
+        # Detached once, for the check and for all messages. The last stage has no targets.
+        detached: dict[str, Any] = {}
+        if loss is None:
+            detached = {
+                name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+                for name, value in outputs.items()
+            }
         # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
         if step.is_training and (loss is None or step.weights[microbatch]):
             step.extremes.add(stage, detached.values() if loss is None else (step.losses[microbatch],))
@@ -186,7 +189,7 @@ class StageRunner:
             values = outputs if isinstance(target, LocalSlot) else detached
             target.put(list(map(values.__getitem__, names)))
 
-    def backward(self, stage_pass: Pass) -> None:
+    def backward(self, stage_pass: StagePass) -> None:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
@@ -194,6 +197,7 @@ class StageRunner:
             self._model_part.fsdp.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
+            # Ignored by stages that added no loss: they have no such root.
             gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.gradient_scale)
         if stage == self._last_stage:
             weight = step.weights[microbatch]
@@ -201,23 +205,23 @@ class StageRunner:
             if weight:
                 loss = step.losses[microbatch]
                 key = weight * step.gradient_scale, loss.dtype, loss.device
-                if key != self._gradient_key:
-                    self._gradient_key, self._gradient = key, torch.full_like(loss, key[0])
+                if key != self._loss_gradient_key:
+                    self._loss_gradient_key, self._loss_gradient = key, torch.full_like(loss, key[0])
                 # A copy, as hooks may change it in place.
-                gradients[LOSS] = self._gradient.clone()
+                gradients[LOSS] = self._loss_gradient.clone()
         for names, slot in stage_pass.sources:
             for name, gradient in zip(names, slot.take(), strict=True):
                 if gradient is not None:
                     sum_so_far = gradients.get(name)
                     gradients[name] = gradient if sum_so_far is None else sum_so_far + gradient
-        if stage_pass.is_split:
+        if stage_pass.splits_backward:
             returned = self._runs[stage, microbatch].input_grad(gradients)
         else:
             returned = self._runs.pop((stage, microbatch)).backward(gradients)
         for names, target in stage_pass.targets:
             target.put(list(map(returned.get, names)))
 
-    def weight_grad(self, stage_pass: Pass) -> None:
+    def weight_grad(self, stage_pass: StagePass) -> None:
         """Compute the weight gradients of a split backward; a no-op if backward was not split."""
         run = self._runs.pop((stage_pass.stage, stage_pass.microbatch), None)
         if run is not None:
@@ -248,9 +252,9 @@ class CompiledAction(NamedTuple):
     """One action, ready to run."""
 
     code: int
-    run: Call | None = None
+    run: Thunk | None = None
     """None if there is nothing to do, as for a message without content"""
-    waits: tuple[Call, ...] = ()
+    waits: tuple[Thunk, ...] = ()
     """to be called before `run`"""
     recv_slots: tuple[RecvSlot, ...] = ()
     """the messages that it waits for"""
@@ -270,7 +274,7 @@ class RankProgram:
     local_slots: tuple[LocalSlot, ...]
 
     @cached_property
-    def busy(self) -> tuple[tuple[int, tuple[Call, ...], bool, Call], ...]:
+    def runnable(self) -> tuple[tuple[int, tuple[Thunk, ...], bool, Thunk], ...]:
         """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
         return tuple(
             (action.code, action.waits, action.is_reported, action.run)
@@ -365,13 +369,13 @@ def execute(
     """
     code = 0
     try:
-        if times is not None or is_observed():
+        if times is not None or is_profiled_or_logged():
             times = times or ActionTimes()
             for action in program.actions:
                 code = action.code
                 _run_timed(program, action, times, report)
             return
-        for code, waits, is_reported, run in program.busy:
+        for code, waits, is_reported, run in program.runnable:
             for wait in waits:
                 wait()
             if is_reported:
@@ -384,10 +388,9 @@ def execute(
 
 
 def exchange_remaining(program: RankProgram, code: int) -> None:
-    """Send and receive all messages that follow the action `code`, which failed, and run its passes no more.
+    """Exchange the messages that follow the failed action `code`, without running passes.
 
-    Every rank then reaches the end of the step, and no message of the step is left for the next one. The messages that
-    this rank still owes are zeros, so the results of the other ranks are worthless.
+    Sends zeros, so all ranks must discard the step. No message is left over for the next step.
     """
     program.runner.clear()
     for slot in program.send_slots:
@@ -411,11 +414,12 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
     They run in rounds, in the order of their numbers. A rank that waits is not visited again before its message is
     sent: with many ranks, most of them wait.
     """
-    if times is None and is_observed():
+    if times is None and is_profiled_or_logged():
         times = [ActionTimes() for _ in programs]
     positions = [0] * len(programs)
+    # Indices of ranks: a heap, as ranks run in ascending order within a round, and those of the round after it.
     this_round, next_round = list(range(len(programs))), list[int]()
-    # By source and target stage of a message, the rank that waits for it.
+    # By source and target stage of a message, the rank that waits for it. One per key: a target stage is on one rank.
     waiting: dict[tuple[int, int], int] = {}
     while this_round:
         index = heappop(this_round)
@@ -459,19 +463,19 @@ def _run_timed(
     if report is not None:
         report(action.code)
     if action.run is not None:
-        if is_observed():
-            _run_observed(program.rank, action)
+        if is_profiled_or_logged():
+            _run_profiled(program.rank, action)
         else:
             action.run()
     times.end()
 
 
-def is_observed() -> bool:
+def is_profiled_or_logged() -> bool:
     """Whether a profiler of torch is active in this thread, or actions are logged."""
     return torch.autograd._profiler_enabled() or _LOG.isEnabledFor(logging.DEBUG)
 
 
-def _run_observed(rank: int, action: CompiledAction) -> None:
+def _run_profiled(rank: int, action: CompiledAction) -> None:
     """Run an action in a range of the profiler, such as `PP:2F0`, and log it."""
     text = str(decode_one(action.code))
     _LOG.debug("rank %d: %s", rank, text)

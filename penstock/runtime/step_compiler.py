@@ -30,12 +30,12 @@ from penstock.passes import lower, verify
 from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
-    Call,
     CompiledAction,
     LocalSlot,
-    Pass,
     PassRunner,
     RankProgram,
+    StagePass,
+    Thunk,
     ValuesFrom,
     ValuesTo,
 )
@@ -298,12 +298,12 @@ class _RankCompiler:
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
         return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
 
-    def _method(self, action: ComputeAction) -> Callable[[Pass], None]:
+    def _method(self, action: ComputeAction) -> Callable[[StagePass], None]:
         if isinstance(action, Forward):
             return self._runner.forward
         return self._runner.weight_grad if isinstance(action, WeightGrad) else self._runner.backward
 
-    def _pass(self, action: ComputeAction) -> Pass:
+    def _pass(self, action: ComputeAction) -> StagePass:
         stage, microbatch = action.stage, action.microbatch
         incoming = self._messages.incoming[microbatch].get(stage, [])
         outgoing = self._messages.outgoing[microbatch].get(stage, [])
@@ -317,7 +317,8 @@ class _RankCompiler:
             sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
             targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
         received = tuple(name for names, slot in sources if isinstance(slot, RecvSlot) for name in names)
-        return Pass(stage, microbatch, tuple(sources), tuple(targets), (stage, microbatch) in self._split, received)
+        splits_backward = (stage, microbatch) in self._split
+        return StagePass(stage, microbatch, tuple(sources), tuple(targets), splits_backward, received)
 
     def _source(self, values: Sequence[Value], key: MessageKey) -> ValuesFrom:
         return ValuesFrom(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
@@ -329,7 +330,7 @@ class _RankCompiler:
         return self._locals.setdefault(key, LocalSlot())
 
 
-def _call_all(calls: Sequence[Call]) -> None:
+def _call_all(calls: Sequence[Thunk]) -> None:
     """Run the passes of an overlapped action one after another."""
     for call in calls:
         call()

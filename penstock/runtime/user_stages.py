@@ -21,7 +21,7 @@ from penstock.capture import LruCache, spec_of
 from penstock.errors import RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
-from penstock.runtime.executor import LOSS, LocalSlot, Pass, RankProgram, execute
+from penstock.runtime.executor import LOSS, LocalSlot, RankProgram, StagePass, execute
 from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.groups import ProcessGroups
@@ -99,7 +99,7 @@ class UserStageRunner:
         self.missing_gradients: dict[tuple[int, int], set[int]] = {}
         """by the producing stage and the microbatch, the values for which backward found no gradient"""
 
-    def forward(self, stage_pass: Pass) -> None:
+    def forward(self, stage_pass: StagePass) -> None:
         """Run a stage on the values that it received; pass on what it returns."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
         self.fsdp.wait(index)
@@ -121,9 +121,9 @@ class UserStageRunner:
 
         # A stage may write into its inputs. Those from another stage of this rank are needed for that stage's backward.
         written = tuple(incoming) if is_local else ()
-        is_split = stage_pass.is_split and stage.build_weight_grad is None
+        splits_backward = stage_pass.splits_backward and stage.build_weight_grad is None
         accumulator = self._accumulators[index]
-        run = ForwardRun(run_stage, incoming, accumulator.run, written=written, is_split=is_split)
+        run = ForwardRun(run_stage, incoming, accumulator.run, written=written, splits_backward=splits_backward)
         (output,) = outputs
         self._check_values(index, microbatch, output.values)
         if output.loss is not None:
@@ -156,7 +156,7 @@ class UserStageRunner:
                 hint="pad the values to one shape",
             )
 
-    def backward(self, stage_pass: Pass) -> None:
+    def backward(self, stage_pass: StagePass) -> None:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its inputs."""
         key = index, microbatch = stage_pass.stage, stage_pass.microbatch
         stage = self.stages[index]
@@ -173,11 +173,11 @@ class UserStageRunner:
         if stage.build_weight_grad is not None:
             returned = self._runs.pop(key).backward(gradients)
             compute = stage.build_weight_grad()
-            if stage_pass.is_split:
+            if stage_pass.splits_backward:
                 self._weight_grads[key] = compute
             else:
                 compute()
-        elif stage_pass.is_split:
+        elif stage_pass.splits_backward:
             returned = self._runs[key].input_grad(gradients)
         else:
             returned = self._runs.pop(key).backward(gradients)
@@ -186,7 +186,7 @@ class UserStageRunner:
             missing = {int(name) for name, each in returned.items() if each is None}
             self.missing_gradients[index - 1, microbatch] = missing
 
-    def weight_grad(self, stage_pass: Pass) -> None:
+    def weight_grad(self, stage_pass: StagePass) -> None:
         """Compute the weight gradients of a split backward; a no-op if backward was not split."""
         key = stage_pass.stage, stage_pass.microbatch
         run, compute = self._runs.pop(key, None), self._weight_grads.pop(key, None)

@@ -141,7 +141,7 @@ class _StartGraph(Function):
     """Makes a result require a gradient where only the detached parameters would."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, result: list[Tensor], value: Tensor, deferred: Deferred) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, result: list[Tensor], value: Tensor, deferred: Deferred) -> Tensor:
         # In a list: autograd would return an argument as a view of itself.
         ctx.deferred = deferred
         ctx.save_for_backward(value)

@@ -27,10 +27,13 @@ class Sequence:
     """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
 
     def __init__(
-        self, captured: Captured, partition: Partition, is_split: bool = False, seed: DrawSeed | None = None
+        self, captured: Captured, partition: Partition, splits_backward: bool = False, seed: DrawSeed | None = None
     ) -> None:
-        """`is_split`: each stage's backward runs as input gradients, then weight gradients. `seed`: see `Stage`."""
-        self.is_split, self.seed = is_split, seed
+        """`splits_backward`: each stage's backward runs as input gradients, then weight gradients.
+
+        `seed`: see `Stage.forward`.
+        """
+        self.splits_backward, self.seed = splits_backward, seed
         self.stages = split(captured, partition)
         self._captured, self._partition = captured, partition
         self._runs: list[StageRun] = []
@@ -49,7 +52,7 @@ class Sequence:
             stage.check_state()
             received = (c for c in crossings if c.consumer == stage.stage_index)
             incoming = {value.name: values[value.name] for crossing in received for value in crossing.values}
-            run = StageRun(stage, recording, inputs, incoming, self.is_split, self.seed)
+            run = StageRun(stage, recording, inputs, incoming, self.splits_backward, self.seed)
             values |= run.outputs
             self._runs.append(run)
         output = self._captured.output(recording, {**inputs, **values})
@@ -78,8 +81,8 @@ class Sequence:
                 torch.autograd.backward(self._outputs[position], gradient)
         for run in reversed(self._runs):
             root_gradients = {name: pending.pop(name) for name in list(pending) if name in run.outputs}
-            returned = run.input_grad(root_gradients) if self.is_split else run.backward(root_gradients)
-            if self.is_split:
+            returned = run.input_grad(root_gradients) if self.splits_backward else run.backward(root_gradients)
+            if self.splits_backward:
                 run.weight_grad()
             for name, input_gradient in returned.items():
                 if input_gradient is not None:

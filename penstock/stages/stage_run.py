@@ -50,13 +50,13 @@ class ForwardRun:
         *,
         written: Collection[str] = (),
         received: Collection[str] = (),
-        is_split: bool = False,
+        splits_backward: bool = False,
         can_defer: bool = True,
     ) -> None:
         """Run `forward` on the `incoming` values of other stages, by name; it returns the outgoing values by name.
 
-        `written`: incoming values that it writes in place. `received`: those that came in messages. `is_split`:
-        backward will be run as `input_grad` and `weight_grad`; weight gradients are then passed to
+        `written`: incoming values that it writes in place. `received`: those that came in messages.
+        `splits_backward`: backward will be run as `input_grad` and `weight_grad`; weight gradients are then passed to
         `accumulate_deferred`, unless they cannot be deferred.
         """
         self._accumulate = accumulate_deferred
@@ -64,8 +64,8 @@ class ForwardRun:
         values, self._leaves = grad_boundary(incoming, written, received, self._returned)
         # A stage that returns no gradient, such as the first, has no input gradient: all of backward is weight_grad.
         returns_gradients = bool(self._leaves or self._returned)
-        self._is_all_weight_grad = is_split and not returns_gradients
-        self._deferral = Deferral(DEFERRABLE) if is_split and returns_gradients and can_defer else None
+        self._is_all_weight_grad = splits_backward and not returns_gradients
+        self._deferral = Deferral(DEFERRABLE) if splits_backward and returns_gradients and can_defer else None
         if self._deferral is None:
             self.outputs: dict[str, Any] = forward(values)
         else:
@@ -157,14 +157,14 @@ class StageRun(ForwardRun):
         recording: Recording,
         inputs: Mapping[str, Any],
         incoming: Mapping[str, Any],
-        is_split: bool = False,
+        splits_backward: bool = False,
         seed: DrawSeed | None = None,
         received: Collection[str] = (),
     ) -> None:
         """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
 
-        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`. `received`: the
-        incoming values that came in messages.
+        `splits_backward`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
+        `received`: the incoming values that came in messages.
         """
         self.stage = stage
         super().__init__(
@@ -173,9 +173,9 @@ class StageRun(ForwardRun):
             stage.accumulate_deferred,
             written=recording.graph.written,
             received=received,
-            is_split=is_split,
+            splits_backward=splits_backward,
             # A block that takes gradients inside its forward needs the real weight gradients there.
-            can_defer=not is_split or not stage.takes_gradients(recording),
+            can_defer=not splits_backward or not stage.takes_gradients(recording),
         )
 
 
@@ -183,7 +183,8 @@ class _GradBoundary(Function):
     """Starts a graph with tensors of other stages; backward stores their gradients in a dictionary."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, values: dict[str, Tensor], returned: dict[str, Tensor | None]) -> Any:
+    def forward(ctx: Any, anchor: Tensor, values: dict[str, Tensor], returned: dict[str, Tensor | None]) -> Any:
+        # anchor requires a gradient: without such an argument autograd makes no node.
         # In a dictionary the tensors are not seen as arguments: autograd would return arguments as views of
         # themselves, and a view of a tensor from outside cannot be written in place.
         ctx.set_materialize_grads(False)
@@ -207,22 +208,24 @@ def grad_boundary(
 
     Returns the values under the same names, and those of them that are leaves, in whose `.grad` backward accumulates.
     `returned` gets an entry for every other value that requires a gradient; backward fills in the gradient. Values in
-    `written` are copied, as the stage writes into them in place. Values that it may write are neither leaves nor views
-    of autograd, which could not be written.
+    `written` are copied, as the stage writes into them in place.
 
-    Values that were `received` in messages are in no other graph and become leaves, at no cost. The gradient of a leaf
-    gets the layout of the leaf, in which it would be sent anyway; the gradient for another stage of this rank must
-    leave as autograd computed it, as in the unsplit model.
+    torch forbids in-place writes to leaves that require grad and to some views, so all other values come out of
+    `_GradBoundary`. Values that were `received` in messages and that the stage does not write become leaves, which
+    costs nothing. The gradient of a leaf gets the layout of the leaf, in which it would be sent anyway; the gradient
+    for another stage of this rank must leave as autograd computed it, as in the unsplit model.
     """
     if not incoming:
         return {}, {}
     changed: dict[str, Any] = {}
-    differentiable, leaves, is_recorded = {}, {}, torch.is_grad_enabled()
+    differentiable, leaves, grad_enabled = {}, {}, torch.is_grad_enabled()
     for name, value in incoming.items():
         if isinstance(value, Tensor):
-            if is_recorded and value.requires_grad and name in received and name not in written:
+            if grad_enabled and value.requires_grad and name in received and name not in written:
                 leaves[name] = value
                 continue
+            # `.data` has a version counter of its own. That of detach() is shared: a write on one side of the boundary
+            # would invalidate what the graph on the other side has saved.
             changed[name] = detached = value.detach().clone() if name in written else value.data
             if value.requires_grad:
                 differentiable[name] = detached
