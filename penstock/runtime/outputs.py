@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, additive_dim
-from penstock.capture import Captured, LruCache, Recording
+from penstock.capture import Captured, LruCache, Recording, is_inexact
 from penstock.errors import CaptureError, PenstockWarning, RunError
 from penstock.ir import Container, Parts, Ref, Tree, leaves, named_leaves, put_together, take_apart
 from penstock.loss import weighted_sum
@@ -150,7 +150,7 @@ def merge(
     `joined` returns the structure of the output of the first two microbatches together, with Parts for containers and
     shapes for tensors. Tensors are concatenated along the one dimension whose lengths add up there, and so are
     lists whose lengths add up. Whatever has no such dimension must be equal in all microbatches.
-    Floating-point scalars are summed with the weights (default: the shares of the samples), those in `losses` with
+    Real and complex scalars are summed with the weights (default: the shares of the samples), those in `losses` with
     their own. Without `joined` tensors are concatenated along their first dimension, and values that cannot be or are
     not equal become a list.
 
@@ -267,7 +267,7 @@ class _Merging:
     def _number(self, tensors: list[Tensor], name: str, rule: Any) -> Any:
         if rule in ("mean", "sum"):
             return self._combined(tensors, rule)
-        if rule is None or not tensors[0].is_floating_point():
+        if rule is None or not is_inexact(tensors[0]):
             return self._equal(tensors, name)
         if name not in self._losses and self._joined is not None and not _are_equal(tensors):
             self.averaged.add(name)

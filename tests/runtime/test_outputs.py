@@ -103,6 +103,10 @@ def test_structures_stay_what_they_are_and_losses_are_weighted() -> None:
     assert found.averaged == frozenset()
 
 
+def test_complex_numbers_are_averaged_like_real_ones() -> None:
+    assert merge([torch.tensor(1 + 2j), torch.tensor(5 + 6j)], (1, 3)).output == 4 + 5j
+
+
 def test_a_microbatch_of_weight_zero_does_not_count_even_if_it_is_not_a_number() -> None:
     assert merge([torch.tensor(2.0), torch.tensor(float("nan"))], (1, 1), (1.0, 0.0)).output == 2.0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.capture import as_real, from_real
+from penstock.capture import as_real, dtype_name, dtype_named, from_real
 from penstock.errors import RunError
 from penstock.ir import Value
 from penstock.runtime.host_memory import host_buffer
@@ -38,7 +38,7 @@ class TensorCodec:
         spec = value.spec
         self.is_empty = math.prod(spec.shape) == 0
         self._requires_grad = spec.requires_grad and not is_gradient
-        self._shape, self._dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
+        self._shape, self._dtype = torch.Size(spec.shape), dtype_named(spec.dtype)
         self._is_complex = self._dtype.is_complex
         self.num_bytes = math.prod(spec.shape) * self._dtype.itemsize
         self._order = spec.order or None
@@ -66,7 +66,7 @@ class TensorCodec:
                 "a value must have the shape and dtype that the stages agreed on",
                 value=self.value.name,
                 agreed=self.value.spec,
-                found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+                found=f"{dtype_name(tensor.dtype)}{list(tensor.shape)}",
                 hint="a hook or a block returns another shape or dtype than when the model was recorded",
             )
         # The packed tensor is kept until it has arrived: it must not keep the autograd graph alive.
