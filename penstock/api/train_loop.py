@@ -336,7 +336,7 @@ class _Loop:
             own = self._share(call, is_compared=index == 0 and self._step % _CHECK_SHARES_EVERY == 0)
             with warnings.catch_warnings(), self._autocast():
                 # A skipped step is reported in its log line.
-                warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
+                warnings.filterwarnings("ignore", "loss or gradient is NaN or Inf", PenstockWarning)
                 result = pipe.step(*own.args, target=own.target, record=True, **options, **self._budget, **own.kwargs)
             assert result.loss is not None  # step raises without a loss
             loss += float(result.loss)

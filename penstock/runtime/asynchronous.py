@@ -167,7 +167,7 @@ class StreamRunner(StageRunner):
         is_forward = stage in outputs
         if is_forward or stage in gradients:
             raise RunError(
-                "a loss or gradient is not a finite number; the weights of this stage were not updated",
+                "loss or gradient is NaN or Inf; the weights of this stage were not updated",
                 step=batch.result.number,
                 during="forward" if is_forward else "backward",
                 hint="a smaller learning rate, or a checkpoint from before",

@@ -25,7 +25,7 @@ from penstock.batches import (
     find_padding,
     microbatch_kinds,
 )
-from penstock.capture import LruCache, Recording
+from penstock.capture import LruCache, Recording, is_inexact
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, transform
 from penstock.launch import one_line
@@ -106,10 +106,10 @@ class Engine:
         self._budget: int | None = None
         """`budget_tokens` of the current step"""
         self._padding: tuple[Batch, Padding] | None = None
-        """of the batch of the current step, with budget_tokens"""
+        """of the last batch with budget_tokens"""
         self._seed = 0
         """seed of the random numbers of the current step"""
-        self._num_to_record = 0
+        self._min_recordings = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
         self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
         """by stage"""
@@ -123,7 +123,8 @@ class Engine:
         self._merger = OutputMerger(model_part.captured, is_warning=groups.pipeline == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._failed_at = 0.0
-        """when a pass of the step failed, in seconds since 1970, if all messages of the step were exchanged even so"""
+        """time.time() of a failed pass, if the remaining messages were exchanged so that all ranks can continue; else
+        0"""
         self._failure = ""
         """why no more steps can be taken"""
 
@@ -153,15 +154,17 @@ class Engine:
         """
         self.check_usable()
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
-        is_measured = budget_tokens is not None and self._tokens.is_measured
+        # The token budget learns costs from timed steps.
+        times_token_groups = budget_tokens is not None and self._tokens.is_measured
         boundary: list[tuple[Tensor, Tensor]] = []
         if any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch)):
             batch, boundary = _input_boundary(batch)
-        batch = self._begin_budget(budget_tokens, batch, request)
+        if budget_tokens is not None:
+            batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
-            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
+            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale, budget_tokens)
             try:
-                times = self._run_training(step, compiled, is_timed or is_measured)
+                times = self._run_training(step, compiled, is_timed or times_token_groups)
                 result = self._end_step(step, compiled, times)
             except BaseException:
                 self._undo()
@@ -170,9 +173,10 @@ class Engine:
                 self._undo()
             else:
                 self._snapshot.commit()
-                reached = [(value, leaf.grad) for value, leaf in boundary if leaf.grad is not None]
-                if reached:
-                    torch.autograd.backward(*zip(*reached, strict=True))
+                # Continue backward into the graph that computed the batch.
+                input_gradients = [(value, leaf.grad) for value, leaf in boundary if leaf.grad is not None]
+                if input_gradients:
+                    torch.autograd.backward(*zip(*input_gradients, strict=True))
             if budget_tokens is None:
                 return result
             groups = self._tokens.step_taken(step.microbatches, result.trace)
@@ -189,10 +193,13 @@ class Engine:
         """Run the forward of one batch in eval mode, without gradients."""
         self.check_usable()
         request = SyncRequest("eval", step_number, step_options(keeps_outputs, False, 1.0, budget_tokens))
-        batch = self._begin_budget(budget_tokens, batch, request)
+        if budget_tokens is not None:
+            batch = self._check_padding(batch, request)
         watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
         with watched, torch.no_grad(), _eval_mode(self._model_part.captured.model):
-            step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
+            step, compiled = self._begin_step(
+                batch, request, False, keeps_outputs, output_dims, budget_tokens=budget_tokens
+            )
             self._execute(step, compiled, False)
             result = self._end_step(step, compiled, None)
             return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
@@ -203,7 +210,6 @@ class Engine:
         Buffers are restored: the backward of these outputs runs the forward again, with the same random numbers.
         """
         self.check_usable()
-        self._budget = None
         buffers = StepSnapshot((), (), True, self._model_part.written_buffers)
         with watch_step(self._groups.monitor, step_number, False, self._handle_failure), torch.no_grad():
             step, compiled = self._begin_step(batch, SyncRequest("forward", step_number), False, True, output_dims)
@@ -214,16 +220,13 @@ class Engine:
                 buffers.restore()
             return self._end_step(step, compiled, None), step.sizes
 
-    def _begin_budget(self, budget_tokens: int | None, batch: Batch, request: SyncRequest) -> Batch:
-        """Set the token budget of a step, and check once for every kind of padding that the loss does not depend on it.
+    def _check_padding(self, batch: Batch, request: SyncRequest) -> Batch:
+        """Check once for every kind of padding that the loss does not depend on it, so that it can be cut off.
 
-        For the check, all ranks evaluate a few samples without padding and with it.
+        For the check, all ranks evaluate a few samples without padding and with it. Returns the batch with its target
+        where the model expects it.
         """
-        groups, self._budget, self._padding = self._groups, budget_tokens, None
-        if self._sender is not None:
-            self._sender.sends_all = budget_tokens is not None
-        if budget_tokens is None:
-            return batch
+        groups = self._groups
         # Other replicas have other batches, and with inputs="first" other ranks have none: they agree on the check.
         votes = groups.peers is not None or self._sender is not None
         vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
@@ -246,11 +249,8 @@ class Engine:
         # In full precision, so that a small difference is not taken for rounding.
         with torch.autocast(self._model_part.device.type, enabled=False):
             losses = [self.evaluate(each, request.step, False).loss for each in (cut, whole)]
-        self._budget = budget_tokens
-        if self._sender is not None:
-            self._sender.sends_all = True
         if losses[0] is not None and losses[1] is not None:
-            dtypes = {p.dtype for p in self._model_part.captured.model.parameters() if p.is_floating_point()}
+            dtypes = {p.dtype for p in self._model_part.captured.model.parameters() if is_inexact(p)}
             if check_losses(losses[0], losses[1], dtypes) and kind is not None:
                 self._tokens.checked.add(kind)
         return batch
@@ -269,12 +269,18 @@ class Engine:
         keeps_outputs: bool,
         output_dims: OutputDims,
         scale: float = 1.0,
+        budget_tokens: int | None = None,
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
         seed = self._seed = mix_seed(self._options.seed, request.step, self._groups.replica)
+        self._budget = budget_tokens
+        if budget_tokens is None:
+            self._padding = None
+        if self._sender is not None:
+            self._sender.sends_all = budget_tokens is not None
         if self._groups.num_tensor_ranks > 1:
             self._comparison.compare_tensor_ranks(batch, request, self._sync, self._groups)
-        self._num_to_record = 0
+        self._min_recordings = 0
         if self._model_part.replicas_share_parameters:
             self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
         if self._sender is None:
@@ -321,13 +327,13 @@ class Engine:
         """Split a batch into microbatches, and find the recording of each unless they are given."""
         microbatches, captured = self._microbatches(batch), self._model_part.captured
         arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
-        num_recorded, self._num_to_record = self._num_to_record, 0
+        min_recordings, self._min_recordings = self._min_recordings, 0
         if recordings is not None:
-            captured.record_again(arguments[0], self._seed, num_recorded)
+            captured.record_again(arguments[0], self._seed, min_recordings)
             inputs = tuple(captured.inputs(*each) for each in arguments)
             return SplitBatch(microbatches, recordings, inputs)
         try:
-            pairs = captured.recordings(arguments, self._seed, num_recorded, microbatch_kinds(microbatches))
+            pairs = captured.recordings(arguments, self._seed, min_recordings, microbatch_kinds(microbatches))
         except CaptureError as error:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
         split = SplitBatch(microbatches, *zip(*pairs, strict=True))
@@ -365,8 +371,8 @@ class Engine:
                 "to some of them only",
                 hint="output_dims=0, or another rule of docs/training.md",
             ).on_all_ranks()
-        self._num_to_record = int(most)
-        if self._num_to_record and self._groups.monitor is not None:
+        self._min_recordings = int(most)
+        if self._min_recordings and self._groups.monitor is not None:
             self._groups.monitor.building()
 
     def _begin_with_own_batch(
@@ -408,8 +414,9 @@ class Engine:
         The rank of the last stage may have the target instead.
         """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
-        known = f"{self._plan.num_microbatches}, after {sender.num_signatures} kinds of batches"
-        agreement = Agreement.of_options({"microbatches": known})
+        agreement = Agreement.of_options(
+            {"microbatches": self._plan.num_microbatches, "kinds of batches so far": sender.num_signatures}
+        )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
         given = (self._given_names.mask(batch), float(self._comparison.target_checksum(batch, request)))
@@ -468,13 +475,14 @@ class Engine:
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
-        count, (samples, *by_rank) = self._groups.num_pipelines, result.sums[:3]
+        count = self._groups.num_pipelines
+        samples, *num_with_loss = result.sums[:3]
         # The target is that of rank 0 or, with inputs="first", of the rank of the last stage.
-        losses = max(by_rank)
-        if losses not in (0.0, count):
+        with_loss = max(num_with_loss)
+        if with_loss not in (0.0, count):
             raise RunError(
                 "some replicas have a target or labels and others do not",
-                with_loss=int(losses) // self._groups.num_tensor_ranks,
+                with_loss=int(with_loss) // self._groups.num_tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",
             ).on_all_ranks()
@@ -554,10 +562,7 @@ class Engine:
             self._failed_at = failed_at
 
     def _handle_failure(self, error: BaseException) -> None:
-        """Make all ranks raise the error of a step that failed on this one; otherwise make further steps an error.
-
-        All ranks can continue if all of them raise an error and no message of the step is left.
-        """
+        """Raise the error on all ranks if possible, so that training can continue; otherwise refuse further steps."""
         monitor = self._groups.monitor
         if monitor is None or (isinstance(error, PenstockError) and error.is_shared):
             return
@@ -672,10 +677,12 @@ class Engine:
         probe = self._run_again(step, compiled)
         origin = agree_on_origin(self._groups, probe.origin(stage if is_forward else None))
         nodes = self._plan.partition.stages[stage]
-        is_restored = self._options.restore_gradients
-        kept = ", gradients, weights and buffers are as before it" if is_restored else ", and with it all gradients"
+        if self._options.restore_gradients:
+            effect = "the step was dropped, and gradients, weights and buffers were restored"
+        else:
+            effect = "the step and all accumulated gradients were dropped"
         error = RunError(
-            f"a loss or gradient is not a finite number; this step was dropped{kept}",
+            f"loss or gradient is NaN or Inf; {effect}",
             step=step.number,
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",

@@ -249,7 +249,7 @@ def tied_and_broken() -> tuple[Values, Values, Values]:
     pipe.step(x, target=x)
     found = [gradients(pipe)]
     hook = model.blocks[1].register_forward_hook(lambda module, given, result: result * float("nan"))
-    with pytest.raises(penstock.RunError, match="not a finite number"):
+    with pytest.raises(penstock.RunError, match="is NaN or Inf"):
         pipe.step(x, target=x)
     hook.remove()
     found.append(gradients(pipe))

@@ -336,4 +336,4 @@ def test_every_rank_refuses_microbatches_that_were_set_on_one_rank_only(pools: P
     first, second = pools[2].run(set_on_one_rank)
     assert first == second
     assert first[0].startswith("the ranks were given different microbatches (step: 1, rank 0: 2, ")
-    assert "rank 0: 3, after 0 kinds of batches, rank 1: 3, after 1 kinds" in first[1]
+    assert first[1].startswith("the ranks were given different kinds of batches so far (step: 1, rank 0: 0, rank 1: 1)")

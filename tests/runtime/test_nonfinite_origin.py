@@ -128,7 +128,7 @@ def broken(model: nn.Module, how: str) -> tuple[Tensor, Tensor]:
 def skipped(pipe: penstock.Pipeline, batch: tuple[Tensor, Tensor]) -> str:
     """Why a step was left out."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a loss or gradient is not a finite number")
+        warnings.filterwarnings("ignore", "loss or gradient is NaN or Inf")
         return pipe.step(batch[0], target=batch[1]).skipped
 
 
