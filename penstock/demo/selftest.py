@@ -36,7 +36,7 @@ from penstock.measure import AllocationTracker, device_name
 from penstock.runtime import RunOptions
 from penstock.stages import distances
 
-SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "zbv", "dualpipe_v")
+TESTED_SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "zbv", "dualpipe_v")
 QUICK_SCHEDULES = ("1f1b", "zbv")
 _SIZES = {
     "quick": Sizes(layers=4, width=32, heads=2, vocabulary=64, length=16, samples=8, microbatches=4),
@@ -205,7 +205,7 @@ def measure_rank(kind: str, is_quick: bool) -> str:
     device = use_local_device(kind)
     sizes = _SIZES["quick" if is_quick else "cpu" if kind == "cpu" else "gpu"]
     meshes = {backend: _mesh(backend) for backend in _backends(kind)}
-    names = QUICK_SCHEDULES if is_quick else SCHEDULES
+    names = QUICK_SCHEDULES if is_quick else TESTED_SCHEDULES
     cases = [(name, torch.float32, backend) for backend in meshes for name in names]
     if kind != "cpu":
         cases.append(("1f1b", torch.bfloat16, next(iter(meshes))))

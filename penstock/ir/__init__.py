@@ -2,24 +2,24 @@
 
 The files, in the order in which to read them:
 
-    graph.py            the model: nodes, values, parameters; dtypes.py: supported dtypes, sizes and tolerances
-    profile.py          measured seconds and bytes of every node
-    partition.py        the nodes of every stage, and the values that cross each cut
-    placement.py        the rank of every stage, and the edges between stages
-    action.py           the instructions of a rank, and the rules for what an action needs and makes
-    orders.py           the orders of all ranks as one array, and the dependencies between their actions
-    schedule.py         Schedule and Program: orders before and after lowering
-    costs.py            seconds and bytes per stage; training_state.py: gradients and optimizer
-    cluster.py          ranks, memory and links; devices.py: speed of a device, presets
-    order_times.py      runs orders to their end, or to where they block
-    trace.py            when every action and message of a step happened
-    plan.py             the choices for one model, with the predicted step; run.py: a training that followed them
-    record.py           one forward of a model as a list of calls, for `penstock.capture`
-    split_rules.py      how arguments are split into microbatches, for `penstock.batches`
-    containers.py       flattens and rebuilds nested Python structures
-    comparison.py       tensors of two runs, and whether rounding explains the differences
-    text.py             CSV and text of orders; json_format.py: JSON of every record
-    arguments.py        checks of argument values; units.py, notebook.py: numbers and records for people
+    graph.py              the model: nodes, values, parameters; dtypes.py: supported dtypes, sizes and tolerances
+    profile.py            measured seconds and bytes of every node
+    partition.py          the nodes of every stage, and the values that cross each cut
+    placement.py          the rank of every stage, and the edges between stages
+    action.py             the instructions of a rank, and the rules for what an action needs and makes
+    orders.py             the orders of all ranks as one array, and the dependencies between their actions
+    schedule.py           Schedule and Program: orders before and after lowering
+    costs.py              seconds and bytes per stage; training_state.py: gradients and optimizer
+    cluster.py            ranks, memory and links; devices.py: speed of a device, presets
+    order_times.py        runs orders to their end, or to where they block
+    trace.py              when every action and message of a step happened
+    plan.py               the choices for one model, with the predicted step; run.py: a training that followed them
+    record.py             one forward of a model as a list of calls, for `penstock.capture`
+    batch_split_rules.py  how arguments are split into microbatches, for `penstock.batches`
+    containers.py         flattens and rebuilds nested Python structures
+    comparison.py         tensors of two runs, and whether rounding explains the differences
+    text.py               CSV and text of orders; json_format.py: JSON of every record
+    arguments.py          checks of argument values; units.py, notebook.py: numbers and records for people
 """
 
 from penstock.ir.action import (
@@ -47,6 +47,7 @@ from penstock.ir.action import (
     needs,
 )
 from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
+from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, MessageCpu, Overhead, Replicas, ring_seconds
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
@@ -135,7 +136,6 @@ from penstock.ir.record import (
 )
 from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule, read_schedule
-from penstock.ir.split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState

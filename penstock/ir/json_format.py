@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from penstock.errors import FormatError, PenstockError
+from penstock.ir.batch_split_rules import Ragged, Rows
 from penstock.ir.cluster import Cluster, Link, MessageCpu, Overhead, Replicas
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.devices import DeviceSpeed
@@ -26,7 +27,6 @@ from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction,
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.split_rules import Ragged, Rows
 from penstock.ir.text import write_atomic
 from penstock.ir.trace import Curve, Series, Trace
 from penstock.ir.training_state import TrainingState

@@ -9,6 +9,7 @@ from typing import Self
 
 from penstock.errors import PlanError
 from penstock.ir.action import Kind
+from penstock.ir.batch_split_rules import SplitRule
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
 from penstock.ir.graph import Graph
@@ -16,7 +17,6 @@ from penstock.ir.notebook import html_table, paragraph
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.split_rules import SplitRule
 from penstock.ir.trace import Trace
 from penstock.ir.training_state import TrainingState
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
