@@ -15,7 +15,20 @@ from penstock.capture import Captured, Granularity
 from penstock.capture import capture as record_model
 from penstock.codegen import write_stages
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Plan, Profile, as_int
+from penstock.ir import (
+    Cluster,
+    DeviceSpeed,
+    Edge,
+    Graph,
+    Kind,
+    Node,
+    NodeCost,
+    Partition,
+    Placement,
+    Plan,
+    Profile,
+    as_int,
+)
 from penstock.partitioners import Division, Problem, divide, find
 from penstock.stages import Stage
 from penstock.views import TextTable
@@ -47,7 +60,8 @@ class Metrics:
         """The metrics of a node."""
         memory = cost.memory
         sizes = (memory.kept, memory.peak, memory.parameters + memory.buffers, memory.inputs, memory.outputs)
-        return cls(cost.forward * _MS, cost.backward * _MS, *(size * _MB for size in sizes))
+        forward, backward = cost.seconds_of(Kind.FORWARD), cost.seconds_of(Kind.BACKWARD)
+        return cls(forward * _MS, backward * _MS, *(size * _MB for size in sizes))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ from penstock.ir.containers import (
     take_apart,
     transform,
 )
-from penstock.ir.costs import PASS_NAMES, MessageCost, StageCosts, StateBytes, compute_stage_costs
+from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster
 from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import (
@@ -115,7 +115,7 @@ from penstock.ir.orders import (
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search
-from penstock.ir.profile import NODE_SECONDS, NodeBytes, NodeCost, Profile, SavedTensors
+from penstock.ir.profile import NODE_SECONDS, PASS_NAMES, NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     TENSOR,
     Call,

@@ -6,7 +6,7 @@ Overhead, slowness), memory that is not of one pass in `training_state.py`, and 
 
 A new term of passes, such as the seconds of a collective, is a field of NodeCost and a field of the same name of
 StageCosts, with the metadata SECONDS or BYTES, by which code that treats all terms alike finds it (checks, sums over
-nodes, scaling, means, JSON). Its effect is stated in `NodeCost.seconds` and in `StageCosts.seconds` or `allocated`.
+nodes, scaling, means, JSON). Its effect is stated in `NodeCost.seconds_of` and in `StageCosts.seconds` or `allocated`.
 """
 
 from collections import Counter
@@ -24,16 +24,9 @@ from penstock.ir.arguments import is_finite
 from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
-from penstock.ir.profile import BYTES, NODE_SECONDS, SECONDS, Profile, term_names
+from penstock.ir.profile import BYTES, NODE_SECONDS, PASS_NAMES, SECONDS, Profile, term_names
 from penstock.ir.training_state import TrainingState
 
-PASS_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-}
-"""the fields of StageCosts that hold the seconds of each kind of pass"""
 _LARGEST = 1e100
 """sums and products of seconds and bytes up to this are finite"""
 StageSeconds: TypeAlias = "float | tuple[float, ...]"
@@ -336,12 +329,11 @@ def compute_stage_costs(
     costs = [[profile[node.name] for node in nodes] for nodes in runs]
     again = _recomputable_nodes(graph) if recomputed else frozenset()
     for stage in recomputed:
-        costs[stage] = [
-            replace(cost, backward=cost.forward + cost.backward, input_grad=cost.forward + cost.input_grad)
-            if cost.node in again
-            else cost
-            for cost in costs[stage]
-        ]
+        for index, cost in enumerate(costs[stage]):
+            if cost.node in again:
+                forward = cost.seconds_of(Kind.FORWARD)
+                backward, input_grad = forward + cost.backward, forward + cost.input_grad
+                costs[stage][index] = replace(cost, backward=backward, input_grad=input_grad)
     seconds: dict[str, Any] = {
         name: [sum(getattr(cost, name) for cost in nodes) for nodes in costs] for name in NODE_SECONDS
     }

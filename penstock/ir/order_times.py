@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.costs import PASS_NAMES, StageCosts
+from penstock.ir.costs import StageCosts
 from penstock.ir.orders import Dependencies, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
+from penstock.ir.profile import PASS_NAMES
 from penstock.ir.schedule import Schedule
 
 Indices = NDArray[np.int64]

@@ -8,10 +8,18 @@ from functools import cached_property
 from typing import Any
 
 from penstock.errors import GraphError
+from penstock.ir.action import Kind
 from penstock.ir.graph import Graph
 
 SECONDS, BYTES = {"unit": "seconds"}, {"unit": "bytes"}
 """metadata of the fields of NodeCost and StageCosts, by which code finds all terms of one unit"""
+PASS_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+}
+"""the fields of NodeCost and StageCosts that hold the seconds of each kind of pass"""
 
 
 def term_names(record: type[Any], unit: Mapping[str, str]) -> tuple[str, ...]:
@@ -100,10 +108,15 @@ class NodeCost:
             if not (math.isfinite(value) and value >= 0):
                 raise GraphError(f"{name} must be finite seconds, 0 or more", node=repr(self.node), seconds=value)
 
+    def seconds_of(self, kind: Kind) -> float:
+        """Seconds of a kind of pass. Whatever adds to the time of a pass is added here, as in `StageCosts.seconds`."""
+        seconds: float = getattr(self, PASS_NAMES[kind])
+        return seconds
+
     @property
     def seconds(self) -> float:
         """Forward and full backward."""
-        return self.forward + self.backward
+        return self.seconds_of(Kind.FORWARD) + self.seconds_of(Kind.BACKWARD)
 
 
 NODE_SECONDS = term_names(NodeCost, SECONDS)

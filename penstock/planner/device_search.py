@@ -19,6 +19,7 @@ from penstock.errors import FitError, PenstockError, PlanError
 from penstock.ir import (
     Cluster,
     DeviceLayout,
+    Kind,
     LinkSpeed,
     Plan,
     Replicas,
@@ -265,7 +266,7 @@ class DeviceSearch:
         # Ranks with equal loads still wait for each other if their stages are unequal: about half of the difference.
         load = (model.load(ranks) + depth * model.load(ranks * depth)) / 2
         if self._options.recompute == AUTO and self._pool.memory and self._least_peak(layout) > self._pool.memory:
-            load += sum(each.forward for each in model.measured.profile.costs) / ranks
+            load += sum(each.seconds_of(Kind.FORWARD) for each in model.measured.profile.costs) / ranks
         fill = (ranks - 1) * model.total / ranks / depth
         replicas = self._pool.replicas(ranks, layout.tensor_parallel)
         return load * layout.microbatches + fill + replicas.reduction_seconds(model.gradient_bytes / ranks / depth)
@@ -386,7 +387,10 @@ class _RankModel:
     def node_seconds(self) -> NDArray[np.float64]:
         """Forward and backward of the nodes that compute, the longest first; recomputation included if it is full."""
         again = 1.0 if self.options.recompute == "full" else 0.0
-        found = [(1 + again) * each.forward + each.backward for each in self.measured.profile.costs]
+        found = [
+            (1 + again) * each.seconds_of(Kind.FORWARD) + each.seconds_of(Kind.BACKWARD)
+            for each in self.measured.profile.costs
+        ]
         return np.sort(np.array(found))[::-1]
 
     @cached_property

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from penstock.errors import ViewError
-from penstock.ir import NodeCost, counted, percent_text, seconds_text
+from penstock.ir import PASS_NAMES, NodeCost, counted, percent_text, seconds_text
 from penstock.ir import Profile as Costs
 from penstock.views.base import RichView, short_name
 from penstock.views.condense import DOTS, check_collapse
@@ -78,7 +78,7 @@ def _heading(profile: Costs) -> list[str]:
 
 
 def _seconds(cost: NodeCost) -> tuple[float, ...]:
-    return cost.forward, cost.backward, cost.input_grad, cost.weight_grad
+    return tuple(map(cost.seconds_of, PASS_NAMES))
 
 
 def _sizes(cost: NodeCost) -> tuple[int, ...]:

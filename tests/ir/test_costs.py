@@ -10,6 +10,7 @@ from penstock.errors import CostError, GraphError
 from penstock.ir import (
     MAX_STAGES,
     Graph,
+    Kind,
     MessageCost,
     Node,
     NodeBytes,
@@ -255,6 +256,14 @@ def test_blocks_that_are_recomputed_hold_what_they_read_and_take_another_forward
     costs = compute_stage_costs(BLOCKS, OF_BLOCKS, Partition((("a",), ("b", "c"))), recomputed=(1,))
     assert costs.activation_bytes == (100, 10 + 20)
     assert (costs.backward, costs.input_grad[1], costs.weight_grad[1]) == ((2.0, 4.0 + 2.0), 2.0 + 2.0, 2.0)
+
+
+def test_whatever_adds_to_the_forward_of_a_block_adds_to_its_recomputation(monkeypatch):
+    original = NodeCost.seconds_of
+    longer = {Kind.FORWARD: 10.0}
+    monkeypatch.setattr(NodeCost, "seconds_of", lambda self, kind: original(self, kind) + longer.get(kind, 0.0))
+    costs = compute_stage_costs(BLOCKS, OF_BLOCKS, Partition((("a",), ("b", "c"))), recomputed=(1,))
+    assert (costs.backward, costs.input_grad[1]) == ((2.0, 4.0 + 2.0 + 20.0), 2.0 + 2.0 + 20.0)
 
 
 def test_a_block_that_is_recomputed_keeps_the_buffers_that_it_writes_as_they_were():
