@@ -20,6 +20,7 @@ from penstock.capture import (
     RowSlice,
     copy_leaf,
     dtype_name,
+    is_inexact,
     isolated,
     row_slices,
     sharded_head,
@@ -335,7 +336,7 @@ def _change_last_bits(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
+            if is_inexact(parameter):
                 signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
                 parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.capture import in_double
 from penstock.errors import RunError
 from penstock.ir import named_leaves
 from penstock.runtime import Result
@@ -58,7 +59,7 @@ class ForwardPass:
             weights = weights or [size / count for size in self._sizes]
             shares = [weight / size for weight, size in zip(weights, self._sizes, strict=True)]
             rows = torch.tensor(shares, dtype=torch.float64, device=gradient.device)
-            return rows.repeat_interleave(torch.tensor(self._sizes, device=gradient.device)) * gradient.double()
+            return rows.repeat_interleave(torch.tensor(self._sizes, device=gradient.device)) * in_double(gradient)
         if len(output) % count:
             raise RunError(
                 "only outputs whose first dimension is the batch can have a gradient",
@@ -72,6 +73,7 @@ class ForwardPass:
 
 def pull_back(output: Any, gradients: Mapping[str, Tensor]) -> Tensor:
     """A loss function whose gradients with respect to the outputs are the given ones, one row per sample."""
+    # The gradient g of a complex output z adds Re(conj(g) z), as torch defines it; conj and real change no real number.
     total: Tensor | None = None
     for name, leaf in named_leaves(output, ""):
         if name not in gradients:
@@ -79,10 +81,10 @@ def pull_back(output: Any, gradients: Mapping[str, Tensor]) -> Tensor:
         assert isinstance(leaf, Tensor)
         rows = gradients[name]
         if leaf.dim() == 0:
-            product = leaf * rows.sum().to(leaf.dtype)
+            product = (leaf * rows.sum().to(leaf.dtype).conj()).real
         elif leaf.numel() == rows.numel() and leaf.shape[1:] == rows.shape[2:]:
             # In the dtype of the gradient: a float16 gradient could underflow before it is scaled.
-            product = (leaf * rows.reshape(leaf.shape)).sum()
+            product = (leaf * rows.reshape(leaf.shape).conj()).sum().real
         else:
             shapes = {"expected": tuple(leaf.shape), "got": tuple(rows.shape)}
             raise RunError("the first dimension of an output is not that of the samples", output=name, **shapes)

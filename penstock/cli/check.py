@@ -132,9 +132,10 @@ def _compare(
 def _mean_square(output: Any, target: Any) -> Any:
     from torch import Tensor
 
+    from penstock.capture import as_real, is_inexact
     from penstock.ir import leaves
 
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [as_real(leaf) for leaf in leaves(output) if isinstance(leaf, Tensor) and is_inexact(leaf)]
     return sum(tensor.float().square().mean() for tensor in tensors)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.api.forward_pass import ForwardPass
 from penstock.api.pipeline import Pipeline
+from penstock.capture import is_inexact
 from penstock.ir import named_leaves, transform
 
 
@@ -121,8 +122,7 @@ class PipelineModel(nn.Module):
 
 
 def _autograd_leaf(value: object) -> object:
-    is_differentiable = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_differentiable else value  # type: ignore[attr-defined]
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and is_inexact(value) else value
 
 
 def _copied(value: object) -> object:

@@ -330,3 +330,31 @@ def test_rounding_errors_of_terms_that_cancel_are_told_from_wrong_stages(what, i
     LATER.clear()
     assert report.loop.ok is is_ok
     assert report.loop.largest.relative > 1e-5
+
+
+class ComplexRoundsBySize(nn.Linear):
+    """A complex layer that rounds differently for more than four samples."""
+
+    def forward(self, x):
+        if len(x) <= 4:
+            return super().forward(x)
+        return functional.linear(x.to(torch.complex128), self.weight.to(torch.complex128)).to(torch.complex64)
+
+
+class UnitNorm(nn.Module):
+    """Divides every sample by its norm."""
+
+    def forward(self, x):
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def test_rounding_errors_of_complex_weights_are_told_from_samples_that_interact():
+    torch.manual_seed(0)
+    options = {"bias": False, "dtype": torch.complex64}
+    # The norm of the output is always 1, so all gradients consist of rounding errors.
+    model = nn.Sequential(nn.Linear(16, 16, **options), ComplexRoundsBySize(16, 16, **options), UnitNorm())
+    x = torch.randn(8, 16, dtype=torch.complex64)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    report = penstock.check(model, plan, (x,), loss_fn=lambda output, target: output.abs().square().mean())
+    assert report.whole.largest.relative > 1e-5
+    assert report.ok

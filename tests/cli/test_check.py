@@ -58,6 +58,8 @@ def build(): return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.r
 def batches(): yield torch.randn(8, 4), torch.randn(8, 4)
 def from_centre(y, target): return (y - y.mean(0) - target).square().mean()
 def coupled(): return Coupled(), torch.randn(8, 4)
+def complex_layers():
+    return nn.Sequential(*[nn.Linear(4, 4, dtype=torch.cfloat) for _ in range(4)]), torch.randn(8, 4) + 0j
 def mixing(): return nn.Sequential(nn.Linear(4, 4), Mixing(), nn.Linear(4, 4)), torch.randn(8, 4)
 """
 PLANNED = (
@@ -83,6 +85,14 @@ def test_a_plan_is_compared_with_the_unsplit_model(call, written) -> None:
     parity = json.loads(call("check", "plan.json", "--model", "model.py:build", "--json").stdout)["parity"]
     assert parity["equal"]
     assert parity["microbatches"]["identical"]
+    assert parity["whole_batch"]["compared"] == 9
+
+
+def test_complex_outputs_are_part_of_the_loss(call, written) -> None:
+    written("model.py", FILE)
+    call("plan", "model.py:complex_layers", *PLANNED)
+    parity = json.loads(call("check", "plan.json", "--model", "model.py:complex_layers", "--json").stdout)["parity"]
+    assert parity["equal"]
     assert parity["whole_batch"]["compared"] == 9
 
 
