@@ -56,7 +56,7 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a parameter or buffer is, and its dtype (as named by safetensors) and shape."""
+    """Where a parameter or buffer is, and its dtype (a name in `tensor_file.DTYPES`) and shape."""
 
     __pydantic_config__ = _STRICT
 

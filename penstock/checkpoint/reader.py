@@ -16,7 +16,7 @@ from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
-from penstock.checkpoint.tensor_file import DTYPES, read_bytes
+from penstock.checkpoint.tensor_file import DTYPES, TensorFile, read_bytes
 from penstock.errors import CheckpointError, DamagedError, PenstockError
 from penstock.runtime import FindTensor, decode_tree, parse_json
 
@@ -74,53 +74,52 @@ class TensorReader:
         """
         rows = rows or {}
         with ExitStack() as stack:
-            opened: dict[Path, Any] = {}
+            opened: dict[Path, TensorFile] = {}
             for name in wanted:
                 for source in sources[name]:
                     file = self._files[source]
                     if file not in opened:
-                        opened[file] = stack.enter_context(_open(file))
+                        opened[file] = _open(file, stack)
             handles = {source: opened[self._files[source]] for name in wanted for source in sources[name]}
             _check_shapes(handles, sources, wanted, rows)
             # By source, so that a tensor with several names in the model is read once.
             whole = {source for name in wanted if name not in rows for source in sources[name]}
-            tensors = {source: handles[source].get_tensor(source) for source in handles if source in whole}
+            tensors = {source: handles[source].read(source) for source in handles if source in whole}
             _check_ties(tensors, sources, [name for name in wanted if name not in rows])
             by_name = {name: tensors[sources[name][0]] for name in wanted if name not in rows}
             for name in (name for name in wanted if name in rows):
                 source, row = sources[name][0], rows[name]
-                tensors[name] = by_name[name] = handles[source].get_slice(source)[row.start : row.stop]
+                tensors[name] = by_name[name] = handles[source].read(source, slice(row.start, row.stop))
             size = sum(tensor.nbytes for tensor in tensors.values())
             return by_name, Loaded(len(tensors), size, tuple(sorted(file.name for file in opened)))
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, stack: ExitStack) -> TensorFile:
     try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError, RuntimeError) as error:
+        return TensorFile(stack.enter_context(safe_open(file, framework="pt")))
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
         raise DamagedError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
 
 
 def _check_shapes(
-    handles: Mapping[str, Any],
+    handles: Mapping[str, TensorFile],
     sources: Mapping[str, Sequence[str]],
     wanted: Mapping[str, Tensor],
     rows: Mapping[str, RowSlice],
 ) -> None:
     """Refuse tensors that are missing in their files, or have another shape or dtype than the model's."""
     missing, shapes, dtypes = [], [], []
-    names = {id(handle): set(handle.keys()) for handle in handles.values()}
     for name, tensor in wanted.items():
         for source in sources[name]:
-            if source not in names[id(handles[source])]:
+            if source not in handles[source].names:
                 missing.append(source)
                 continue
-            view = handles[source].get_slice(source)
-            shape = [rows[name].size, *tensor.shape[1:]] if name in rows else list(tensor.shape)
-            if list(view.get_shape()) != shape:
-                shapes.append(f"{name} {list(view.get_shape())}, the model {shape}")
-            elif DTYPES.get(view.get_dtype()) is not tensor.dtype:
-                dtypes.append(f"{name} {view.get_dtype()}, the model {dtype_name(tensor.dtype)}")
+            dtype, found = handles[source].dtype_and_shape(source)
+            shape = (rows[name].size, *tensor.shape[1:]) if name in rows else tuple(tensor.shape)
+            if found != shape:
+                shapes.append(f"{name} {list(found)}, the model {list(shape)}")
+            elif DTYPES.get(dtype) is not tensor.dtype:
+                dtypes.append(f"{name} {dtype}, the model {dtype_name(tensor.dtype)}")
     if missing:
         raise DamagedError("a file lacks tensors that the index lists for it", names=shorten(missing), hint=_AGAIN)
     if shapes:
@@ -155,7 +154,7 @@ class CheckpointReader:
         self.directory = directory
         self.bytes_read = 0
         """bytes of documents and of their tensors so far"""
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, TensorFile] = {}
         """tensor files of documents, by name"""
         with ExitStack() as stack:
             self._lock = lock_shared(directory)
@@ -268,9 +267,9 @@ class CheckpointReader:
                         problem = "a document refers to tensors that are not in the checkpoint"
                         raise DamagedError(problem, file=file)
                     handle = safe_open(self.directory / file, framework="pt")
-                    self._opened[file] = self._stack.enter_context(handle)
-                tensor: Tensor = self._opened[file].get_tensor(name)
-            except (SafetensorError, KeyError, OSError, RuntimeError) as error:
+                    self._opened[file] = TensorFile(self._stack.enter_context(handle))
+                tensor = self._opened[file].read(name)
+            except (SafetensorError, KeyError, OSError, RuntimeError, ValueError, TypeError) as error:
                 raise DamagedError("a tensor cannot be read", file=stem, name=name, reason=error) from None
             self.bytes_read += tensor.nbytes
             return tensor

@@ -7,11 +7,12 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.capture import as_bytes
+from penstock.capture import as_bytes, as_real, from_real
 from penstock.errors import CheckpointError, DamagedError
 
 DTYPES = {
@@ -29,10 +30,13 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
     "C64": torch.complex64,
+    "C128": torch.complex128,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""dtypes by their names in the format"""
+"""dtypes by their names in the format, which lacks complex128: files hold pairs of float64 instead"""
+_COMPLEX128 = "complex128"
+"""key in the metadata of a file: the names of the complex128 tensors, as a JSON list"""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _CHUNK_BYTES = 1 << 24
@@ -59,9 +63,11 @@ def dtype_and_shape(tensor: Tensor, name: str) -> tuple[str, tuple[int, ...]]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], rank: int = 0) -> FileRecord:
     """Write a new safetensors file; tensors are copied to host memory one after the other."""
+    complex_names = sorted(name for name, tensor in tensors.items() if tensor.dtype == torch.complex128)
+    tensors = {**tensors, **{name: as_real(tensors[name]) for name in complex_names}}
     # The largest element sizes first, so that every tensor is aligned to its own.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {}
+    header: dict[str, object] = {"__metadata__": {_COMPLEX128: json.dumps(complex_names)}} if complex_names else {}
     end = 0
     for name in order:
         dtype, shape = dtype_and_shape(tensors[name], name)
@@ -72,6 +78,28 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], rank: int = 0) -> F
     text += b" " * (-len(text) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     return write_bytes(path, (head, *(tensors[name] for name in order)), rank)
+
+
+class TensorFile:
+    """The tensors of an open safetensors file, with those that `write_tensors` wrote as pairs in their own dtype."""
+
+    def __init__(self, opened: Any) -> None:
+        """`opened` is what `safetensors.safe_open` returned."""
+        self._opened = opened
+        self.names = frozenset(opened.keys())
+        self._complex_names = frozenset(json.loads((opened.metadata() or {}).get(_COMPLEX128, "[]")))
+
+    def dtype_and_shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Name of the dtype and shape of a tensor, as `dtype_and_shape` returned them when it was written."""
+        view = self._opened.get_slice(name)
+        dtype, shape = view.get_dtype(), tuple(view.get_shape())
+        is_complex = name in self._complex_names and dtype == "F64" and shape[-1:] == (2,)
+        return ("C128", shape[:-1]) if is_complex else (dtype, shape)
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or some of its rows."""
+        tensor = self._opened.get_tensor(name) if rows is None else self._opened.get_slice(name)[rows]
+        return from_real(tensor) if name in self._complex_names else tensor
 
 
 def write_bytes(path: Path, parts: Iterable[bytes | Tensor], rank: int = 0) -> FileRecord:

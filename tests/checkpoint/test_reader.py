@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.capture import RowSlice
 from penstock.checkpoint import TensorReader
+from penstock.checkpoint.tensor_file import write_tensors
 from penstock.errors import CheckpointError
 
 PLACES = {"a": ("a",), "b": ("b", "c")}
@@ -38,3 +41,26 @@ def test_other_shapes_dtypes_or_values_are_refused(message: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=message) as refusal:
         reader(tmp_path, **WRONG[message]).read(PLACES, {"a": torch.empty(2), "b": torch.empty(3)})
     assert refusal.value.hint
+
+
+def test_complex128_tensors_are_stored_as_pairs_and_read_as_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "scalar": torch.randn((), dtype=torch.complex128),
+        "matrix": torch.randn(5, 3, dtype=torch.complex128).conj(),
+        "real": torch.randn(3, 2),
+    }
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_tensor("matrix"), torch.view_as_real(tensors["matrix"].resolve_conj()))
+    made = TensorReader(dict.fromkeys(tensors, tmp_path / "x.safetensors"))
+    places = {name: (name,) for name in tensors}
+    found, loaded = made.read(places, tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert loaded.bytes_read == sum(tensor.nbytes for tensor in tensors.values())
+    rows = {"matrix": RowSlice("matrix", 1, 3, 5, ("matrix",))}
+    assert torch.equal(made.read(places, {"matrix": tensors["matrix"][1:3]}, rows)[0]["matrix"], tensors["matrix"][1:3])
+    with pytest.raises(CheckpointError, match=r"matrix C128, the model float64"):
+        made.read(places, {"matrix": torch.empty(5, 3, dtype=torch.float64)})
+    with pytest.raises(CheckpointError, match=r"real \[3, 2\], the model \[3\]"):
+        made.read(places, {"real": torch.empty(3, dtype=torch.complex128)})

@@ -279,3 +279,31 @@ def test_a_save_that_is_refused_leaves_nothing(message: str, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=message):
         training.pipe.save(**{"path": tmp_path / "new", **WRONG[message]})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_complex128_parameters_resumes_with_its_optimizer(tmp_path: Path) -> None:
+    def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).abs().square().mean()
+
+    def trained() -> tuple[penstock.Pipeline, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.complex128) for _ in range(2)))
+        plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b", loss_fn=square)
+        pipe = penstock.Pipeline(model, plan, loss_fn=square, local=True)
+        return pipe, torch.optim.Adam(pipe.parameters(), lr=0.1)
+
+    def step(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        pipe.step(x, target=x)
+        optimizer.step()
+
+    x = torch.randn(6, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
+    first, second = trained(), trained()
+    step(*first)
+    first[0].save(tmp_path, first[1], extra={"phase": x})
+    loaded = second[0].load(tmp_path, second[1])
+    assert torch.equal(loaded.extra["phase"], x)
+    for each in (first, second):
+        step(*each)
+    pairs = zip(first[0].parameters(), second[0].parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
