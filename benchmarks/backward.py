@@ -34,7 +34,7 @@ class Backwards:
         captured = capture(model, (batch,))
         names = [[str(place) for place in group] for group in ([0], range(1, layers + 1))]
         self.stage = split(captured, by_modules(captured.graph, names))[1]
-        self.recording, self.blocks = captured.first, nn.Sequential(*blocks)
+        self.recording, self.blocks = captured.example_recording, nn.Sequential(*blocks)
         self.name, self.batch = captured.graph.nodes[0].makes[0].name, batch
         self.gradient = torch.randn(_ROWS, width)
 

@@ -78,7 +78,7 @@ def measured_model(captured: Captured, has_loss_fn: bool = False) -> MeasuredMod
     roots = captured.graph.outputs
     if not has_loss_fn:
         with suppress(RunError):
-            roots = tuple(loss_values(captured.first).values())
+            roots = tuple(loss_values(captured.example_recording).values())
     return MeasuredModel(captured, roots, added_losses)
 
 

@@ -25,7 +25,8 @@ from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
 from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""positional and keyword arguments of the model"""
 _MAX_EXAMPLE_SEEDS = 8
 """with how many seeds the example is recorded, if random numbers decide which blocks are called"""
 
@@ -83,8 +84,8 @@ class Captured:
         """model fingerprints and structure hashes of recordings: another with the same pair needs one forward only"""
         self._volatile: frozenset[str] = frozenset()
         """settings that the forward itself changes"""
-        self._first: Recording | None = None
-        """the recording of the example"""
+        self._example_recording: Recording | None = None
+        """of the first batch, if there is no example"""
         self.seed = 0
         """of the example's random numbers"""
         self._planned_graph: Graph | None = None
@@ -104,15 +105,15 @@ class Captured:
         return captured
 
     @property
-    def first(self) -> Recording:
-        """The recording of the example batch."""
-        assert self._first is not None
-        return self._first
+    def example_recording(self) -> Recording:
+        """The recording of the example batch, or of the first batch if there is no example."""
+        assert self._example_recording is not None
+        return self._example_recording
 
     @property
     def graph(self) -> Graph:
         """The graph of the example batch."""
-        return self._planned_graph or self.first.graph
+        return self._planned_graph or self.example_recording.graph
 
     @property
     def is_meta(self) -> bool:
@@ -120,12 +121,12 @@ class Captured:
         return device_of(self.model).type == "meta"
 
     @property
-    def recorded_example(self) -> Batch:
+    def recorded_example(self) -> Arguments:
         """The example as the model is called with it."""
         args, kwargs = self.example
         return args, without_cache(self.model, kwargs)
 
-    def other_batch(self) -> Batch:
+    def other_batch(self) -> Arguments:
         """The example with its samples in another order, if the same recording holds for it; else the example."""
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 for leaf in leaves(self.example))
 
@@ -140,7 +141,7 @@ class Captured:
             recording = self.recording(*other)
         except CaptureError:
             return self.example
-        return other if recording is self._first else self.example
+        return other if recording is self._example_recording else self.example
 
     # Recordings
 
@@ -152,20 +153,20 @@ class Captured:
     def record_example(self) -> None:
         """Record the example. If random numbers decide which blocks are called, with draws that call the most."""
         self.recording(*self.example)
-        best, best_seed = self.first, self.seed
+        best, best_seed = self.example_recording, self.seed
         if self._guards_of(best).depend_on_draws:
             for seed in range(1, _MAX_EXAMPLE_SEEDS):
                 found = self.recording(*self.example, seed)
                 if len(found.graph.nodes) > len(best.graph.nodes):
                     best, best_seed = found, seed
-        self._first, self.seed = best, best_seed
+        self._example_recording, self.seed = best, best_seed
 
     def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> Recording:
         """The recording that holds for this batch; recorded now if this batch is the first of its kind."""
         register_containers((args, kwargs))
         return self.recordings([(args, kwargs)], seed)[0][0]
 
-    def num_new(self, batches: Sequence[Batch], seed: int) -> int:
+    def num_new(self, batches: Sequence[Arguments], seed: int) -> int:
         """The number of recordings that `recordings` would make, as far as signatures show."""
         fingerprint, new = self._fingerprint(), set()
         for batch in self._named_batches(batches, seed, range(len(batches))):
@@ -176,9 +177,9 @@ class Captured:
 
     def recordings(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[Arguments],
         seed: int | None = None,
-        num_recorded: int = 0,
+        min_recordings: int = 0,
         kinds: Sequence[object] | None = None,
     ) -> list[tuple[Recording, Values]]:
         """The recording of each microbatch of a step, and its tensors by name; records the model if no recording holds.
@@ -186,11 +187,11 @@ class Captured:
         Batches of equal `kinds` differ only in the values of tensors; by default all kinds differ. The recordings hold
         for the random numbers of the step's seed; without one, for those of the example. Objects in the batches that
         hold tensors must have been registered as containers, as `BatchSplitter` does. The fingerprint of the model is
-        computed once. The model is recorded at least `num_recorded` times: its modules may communicate with other
+        computed once. The model is recorded at least `min_recordings` times: its modules may communicate with other
         processes that record it.
         """
         seed = self.seed if seed is None else seed
-        fingerprint = self._fingerprint()
+        fingerprint, num_missing = self._fingerprint(), min_recordings
         results: list[tuple[Recording, Values]] = []
         # By signature, because the fingerprint has entries for every module: hashing it takes longer than all the rest.
         candidates: dict[Any, list[Recording]] = {}
@@ -206,23 +207,24 @@ class Captured:
                 candidates[batch.signature] = self._recordings.get((batch.signature, fingerprint), [])
             holding = (candidate for candidate in candidates[batch.signature] if self._holds(candidate, batch))
             recording = next(holding, None)
+            # Candidates are tried in order, so only the first may be reused without asking its guards.
             is_first = recording is not None and recording is candidates[batch.signature][0]
             if recording is None:
-                num_recorded -= 1
+                num_missing -= 1
                 recording = self._record(batch, fingerprint)
                 # Recording may open blocks and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
-            self._last_used.find(recording)
+            self._last_used.find(recording)  # Marks it as used.
             if recording.written_inputs:
                 _refuse_shared_inputs(batch.inputs, recording.written_inputs)
             always_holds = is_first and not recording.written_inputs and self._guards_of(recording).always_hold
             last_signature, last_recording = batch.signature, recording if always_holds else None
             results.append((recording, batch.inputs))
-        if num_recorded > 0:
-            self.record_again(batches[0], seed, num_recorded)
+        if num_missing > 0:
+            self.record_again(batches[0], seed, num_missing)
         return results
 
-    def _named_batches(self, batches: Sequence[Batch], seed: int, kinds: Sequence[object]) -> Iterator[NamedBatch]:
+    def _named_batches(self, batches: Sequence[Arguments], seed: int, kinds: Sequence[object]) -> Iterator[NamedBatch]:
         """The microbatches of a step. Names and signatures are found once for microbatches of one kind."""
         parameters = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
@@ -246,11 +248,11 @@ class Captured:
                     positions = [(name, by_id[id(leaf)]) for name, leaf in inputs.items()] if is_plain else None
             yield NamedBatch(args, kwargs, inputs, signature, DrawSeed(seed, index))
 
-    def record_again(self, batch: Batch, seed: int, count: int) -> None:
+    def record_again(self, batch: Arguments, seed: int, count: int) -> None:
         """Record a batch that is known `count` times, for other processes that its modules communicate with."""
         for _ in range(count):
             args, kwargs = batch
-            self._make(self._fingerprint(), args, without_cache(self.model, kwargs), DrawSeed(seed, 0))
+            self._make_recording(self._fingerprint(), args, without_cache(self.model, kwargs), DrawSeed(seed, 0))
 
     def _fingerprint(self) -> Any:
         settings = self._fingerprinter.compute(self._granularity, self._volatile)
@@ -261,8 +263,8 @@ class Captured:
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
-        made = self._make(fingerprint, batch.args, batch.kwargs, batch.seed)
-        self._first = self._first or made
+        made = self._make_recording(fingerprint, batch.args, batch.kwargs, batch.seed)
+        self._example_recording = self._example_recording or made
         # Blocks that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
@@ -270,13 +272,15 @@ class Captured:
         key = (batch.signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
         self._known_hashes.put((key[1], made.structure_hash), None)
-        for old_key, old in self._last_used.put(made, (key, made)):
-            self._recordings[old_key].remove(old)
-            if not self._recordings[old_key]:
-                del self._recordings[old_key]
+        for evicted_key, evicted in self._last_used.put(made, (key, made)):
+            self._recordings[evicted_key].remove(evicted)
+            if not self._recordings[evicted_key]:
+                del self._recordings[evicted_key]
         return made
 
-    def _make(self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed) -> Recording:
+    def _make_recording(
+        self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed
+    ) -> Recording:
         def make(granularity: Granularity) -> Recording:
             def is_known(structure_hash: str) -> bool:
                 return (fingerprint, structure_hash) in self._known_hashes
@@ -288,7 +292,7 @@ class Captured:
                 return make(self._granularity)
             except CaptureError as error:
                 # Only for the example: later the stages exist, and no other module can be kept whole.
-                block = None if self._first else self._block_that_records(error, make)
+                block = None if self._example_recording else self._block_that_records(error, make)
                 if block is None:
                     raise
                 hint = f'basic_blocks=["{block}"], which keeps that module whole'

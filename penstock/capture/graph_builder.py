@@ -111,8 +111,8 @@ def _storage_groups(
     )
 
 
-def outputs_with_gradient(edges: Mapping[str, Edge], outputs: Iterable[str]) -> dict[str, frozenset[str]]:
-    """For every value, the outputs from which a path of autograd's graph leads back to it.
+def outputs_reaching(edges: Mapping[str, Edge], outputs: Iterable[str]) -> dict[str, frozenset[str]]:
+    """For each value, the outputs whose backward reaches it.
 
     `edges` has the values that require a gradient. A loss of other outputs leaves no gradient in a value, not even
     zeros.

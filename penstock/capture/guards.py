@@ -70,7 +70,7 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
         elif step.name in free and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
             made = {value.name for value in graph[step.name].makes}
             varying |= made
-            if step.results.structure != TENSOR or not record.sized.isdisjoint(step.results.values):
+            if step.results.structure != TENSOR or not record.size_reads.isdisjoint(step.results.values):
                 has_guards, wanted = True, wanted | made
     if not has_guards:
         return None

@@ -4,8 +4,8 @@
       _record_with_retries   opens blocks, or treats functions as one call, until the forward can be recorded
         _record_once         runs the forward under a `Recorder`, and builds the graph
 
-One forward is enough if its calls are those of an earlier recording with other numbers, as for a batch of another
-length.
+A single forward suffices if an earlier recording made the same calls with other sizes, for example for a batch of
+another length.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from penstock.capture.fingerprint import model_settings
 from penstock.capture.functions import WholeFunctions, intercept_functions
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
 from penstock.capture.granularity import Granularity
-from penstock.capture.graph_builder import build_graph, outputs_with_gradient
+from penstock.capture.graph_builder import build_graph, outputs_reaching
 from penstock.capture.hooks import (
     has_user_hooks,
     intercept_autograd_functions,
@@ -33,7 +33,7 @@ from penstock.capture.hooks import (
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.objects import copy_leaf, register_containers
 from penstock.capture.random_draws import FIRST_SEED, DrawSeed, intercept_draws
-from penstock.capture.recorder import BypassedBlock, LeakyBlock, NewContainer, NotReplayable, Recorder
+from penstock.capture.recorder import BypassedBlock, LeakyCall, NewContainer, NotReplayable, Recorder
 from penstock.capture.recording import OUTPUT, Recording, caches_constants, difference
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, tensors_in
 from penstock.capture.transforms import intercept_transforms
@@ -114,23 +114,23 @@ def _record_with_retries(
             granularity = granularity.open_siblings(model, bypassed.block)
         except NotReplayable as call:
             (functions.drawing if call.draws else functions.reading).append(call.function)
-        except LeakyBlock as leak:
-            if leak.block in blocks:
-                granularity = granularity.open_like(model, leak.block)
+        except LeakyCall as leak:
+            if leak.where in blocks:
+                granularity = granularity.open_like(model, leak.where)
             elif functions.reading:
-                # A function that is one call leaks.
-                named = (each for each in functions.reading if leak.block.endswith(f"/{short_name(each)}"))
+                # A function recorded as one call leaks.
+                named = (each for each in functions.reading if leak.where.endswith(f"/{short_name(each)}"))
                 functions.open(next(named, functions.reading[-1]))
             else:
                 raise CaptureError(
                     "a value enters or leaves a function other than through tensors in its arguments and results",
-                    where=leak.block,
+                    where=leak.where,
                     **({"made_in": leak.maker} if leak.maker else {}),
                     hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
         except CaptureError:
             if functions.reading:
-                # Perhaps because of a function that is one call.
+                # The cause may be a function recorded as one call: open the last one and retry.
                 functions.open(functions.reading[-1])
             elif skip_hooks and has_user_hooks(blocks.values()):
                 # The model may depend on its hooks, such as one that collects router logits for the loss.
@@ -146,7 +146,7 @@ def _record_with_retries(
 
 
 def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable[..., Any]], list[str]]:
-    """The code that reads activations into Python, such as one that matches boxes, and is better run as one call.
+    """Find code that reads activations into Python, such as box matching, so that it is recorded as one call.
 
     Returns the functions of the user that do so, or that make tensors which no recorded call returned, and the names
     of the opened modules without parameters that do so. Between calls of the latter a cut would gain nothing.
@@ -207,7 +207,7 @@ def _record_once(
     constants = _constant_values(model, recorder)
     _refuse_replaced_state(model, recorder, constants)
     steps = _without_unread_updates(recorder.steps, outputs)
-    record = Record(tuple(inputs), steps, outputs, frozenset(recorder.sized))
+    record = Record(tuple(inputs), steps, outputs, frozenset(recorder.size_reads))
     graph = build_graph(model, record, recorder.table, recorder.notes)
     notes = recorder.notes.items()
     return Recording(
@@ -220,14 +220,14 @@ def _record_once(
         returned=recorder.returned,
         nodes_adding_loss=frozenset(name for name, note in notes if note.adds_loss),
         nodes_taking_gradients=frozenset(name for name, note in notes if note.takes_gradients),
-        outputs_with_gradient=outputs_with_gradient(recorder.table.edges, graph.outputs),
+        outputs_reaching=outputs_reaching(recorder.table.edges, graph.outputs),
         seed=seed,
         shared_draws=frozenset(name for name, note in notes if note.is_shared_draw),
         python_draws=frozenset(name for name, note in notes if note.draws_with_python),
         functions=functions,
         enclosing=recorder.enclosing,
         lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
-        size_reads=recorder.sized,
+        size_reads=recorder.size_reads,
         draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
         constants=recorder.table.values_named(constants),
         output_tensors=tuple(tensor.detach() for tensor in tensors_in(output)),
@@ -290,7 +290,7 @@ def _run_model(
                 return model(*args, **kwargs)
             finally:
                 recorder.stop()
-    except (BypassedBlock, LeakyBlock, NotReplayable, NewContainer, PenstockError):
+    except (BypassedBlock, LeakyCall, NotReplayable, NewContainer, PenstockError):
         raise
     except Exception as error:
         failed, module = recorder.failure

@@ -80,14 +80,15 @@ from penstock.ir import (
 )
 
 
-class LeakyBlock(Exception):  # noqa: N818
-    """A tensor may enter or leave a block other than through arguments and results: the block must be opened."""
+class LeakyCall(Exception):  # noqa: N818
+    """A tensor may enter or leave a block or function other than through arguments and results: it must be opened."""
 
-    def __init__(self, block: str, maker: str = "") -> None:
-        super().__init__(block)
-        self.block = block
+    def __init__(self, where: str, maker: str = "") -> None:
+        super().__init__(where)
+        self.where = where
+        """the block, or the function with the module that calls it, as in `ObservedCall`"""
         self.maker = maker
-        """the block in which the tensor was made, if it is another one"""
+        """where the tensor was made, if inside another call"""
 
 
 class BypassedBlock(Exception):  # noqa: N818
@@ -155,8 +156,8 @@ class Recorder(TorchFunctionMode):
         """by the name of the call"""
         self.lines: list[str] = []
         """the line of the user's code for each step"""
-        self.sized: dict[str, tuple[str, str]] = {}
-        """values whose size the model read; the module and the line that read it first"""
+        self.size_reads: dict[str, tuple[str, str]] = {}
+        """for each value whose size the model read: the module and the line that read it first"""
         self.returned: dict[str, Any] = {}
         """the structures that calls returned, except single tensors, by the name of the call"""
         self.state_before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -223,8 +224,8 @@ class Recorder(TorchFunctionMode):
             if reads_size(func):
                 names = (self.table.name(arg) for arg in args if isinstance(arg, Tensor))
                 for name in names:
-                    if name and name not in self.sized:
-                        self.sized[name] = self._scope, user_line()
+                    if name and name not in self.size_reads:
+                        self.size_reads[name] = self._scope, user_line()
             if reads_gradient(func) and id(args[0]) in self.table.state:
                 raise self._refusal("the model reads the gradient of a parameter between its blocks", func)
             return func(*args, **kwargs)
@@ -325,11 +326,13 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
             # The items may be anything, such as modules: record the draw of their index.
-            place = self._record(draw := PythonDraw(function.__self__.randrange), draw, (len(args[0]),), {})
+            draw = PythonDraw(function.__self__.randrange)
+            place = self._record(draw, draw, (len(args[0]),), {})
             return args[0][int(place)]
-        recorded = self._record(draw := PythonDraw(function), draw, args, kwargs)
-        # The model gets other numbers than the recorded tensors hold, and different ones in the second recording: then
-        # the two recordings differ if it uses the numbers in a way that cannot be recorded.
+        draw = PythonDraw(function)
+        recorded = self._record(draw, draw, args, kwargs)
+        # The model's Python code sees different numbers in each recording. If they influence anything that is not
+        # recorded, the two recordings differ and capture fails.
         with self._paused(), python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
             exposed = function(*args, **kwargs)
         if not tensors_in(recorded):
@@ -341,7 +344,8 @@ class Recorder(TorchFunctionMode):
         """Handle a function of the user that is recorded as one call."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
-        return self._record(whole := WholeFunction(function), whole, args, kwargs)
+        whole = WholeFunction(function)
+        return self._record(whole, whole, args, kwargs)
 
     def _enclosing_function(self) -> Callable[..., Any] | None:
         """The function of the user that is running and could be recorded as one call."""
@@ -428,13 +432,13 @@ class Recorder(TorchFunctionMode):
                 # A replay gives the call copies of its containers, and takes their contents from the result.
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
-                    raise LeakyBlock(where)
+                    raise LeakyCall(where)
             if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
                 # A replay compares only the class of such an object.
-                raise LeakyBlock(where)
+                raise LeakyCall(where)
         if isinstance(target, WholeFunction) and result is None:
             # It may raise or print depending on the values that it reads: open it, to record its calls with guards.
-            raise LeakyBlock(where)
+            raise LeakyCall(where)
         if call.written_state and (self._num_checkpoints or self.context.in_checkpoint()):
             raise self._checkpointed_write(where, call.written_state[0])
         if not (is_module or call.written or call.written_state or call.changes_arguments):
@@ -455,7 +459,7 @@ class Recorder(TorchFunctionMode):
             raise NewContainer
         if where in self._block_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
             # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
-            raise LeakyBlock(where)
+            raise LeakyCall(where)
         try:
             return self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
         except CaptureError:
@@ -545,7 +549,7 @@ class Recorder(TorchFunctionMode):
         Yields a function that returns whether the call drew from the generators of Python or numpy.
         """
         state = torch.get_rng_state()
-        # If it is not as the last call left it, code between the calls has moved it, as `manual_seed` does.
+        # A state other than the one after the last call was set by code between calls, such as manual_seed.
         self._rng_was_set |= not torch.equal(state, self._rng_state)
         seed = self._seed.of_call(name_hash, is_shared)
         seed_torch(seed, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -600,7 +604,7 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.table.state:
             return State(self.table.state[id(tensor)])
         if inside := self.table.made_inside(tensor):
-            raise LeakyBlock(inside[0])
+            raise LeakyCall(inside[0])
         return None
 
     # Inside a call
@@ -613,7 +617,7 @@ class Recorder(TorchFunctionMode):
         for tensor in arguments.values():
             if call.is_foreign(tensor):
                 inside = self.table.made_inside(tensor)
-                raise LeakyBlock(call.where, inside[0] if inside else "")
+                raise LeakyCall(call.where, inside[0] if inside else "")
         result = func(*args, **kwargs)
         call.note_function(func, args, kwargs, result, self.context.in_function_with_own_graph())
         for tensor in tensors_in(result):

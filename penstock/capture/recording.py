@@ -1,5 +1,7 @@
 """A recorded forward with everything needed to replay it, and the comparison of two.
 
+A Record is the list of calls (plain data); a Recording adds the live objects and the graph.
+
 Two forwards under different seeds must give the same record: a difference means that Python state or randomness would
 be frozen into it.
 """
@@ -48,8 +50,8 @@ class Recording:
     """nodes that add to the loss, and so are needed even if nothing reads their values"""
     nodes_taking_gradients: frozenset[str] = frozenset()
     """nodes that run autograd in their forward"""
-    outputs_with_gradient: dict[str, frozenset[str]] = field(default_factory=dict)
-    """for every value that requires a gradient, the outputs from which backward reaches it"""
+    outputs_reaching: dict[str, frozenset[str]] = field(default_factory=dict)
+    """for each value that requires a gradient, the outputs whose backward reaches it"""
     volatile: frozenset[str] = frozenset()
     """settings that the forward itself changes, so that a change does not make the recording invalid"""
     seed: DrawSeed = FIRST_SEED
@@ -66,7 +68,7 @@ class Recording:
     lines: dict[int, str] = field(default_factory=dict)
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """for each value whose size the model read: the module and the line that did so"""
+    """for each value whose size the model read: the module and the line that read it first"""
     draws_in_python: bool = False
     """whether anything in the forward, blocks included, drew from the global generators of Python or numpy"""
     constants: tuple[Tensor, ...] = ()
@@ -116,10 +118,10 @@ class Recording:
             for value in (*graph.inputs, *(value for node in graph.nodes for value in node.makes))
         ]
         parts = (
-            *(steps, constants, _erased(record.outputs), sorted(record.sized)),
+            *(steps, constants, _erased(record.outputs), sorted(record.size_reads)),
             *(nodes, values, graph.storage, graph.updates, self.granularity, self.device),
             *map(sorted, (self.state_views, self.nodes_adding_loss, self.nodes_taking_gradients, self.shared_draws)),
-            sorted((name, *sorted(outputs)) for name, outputs in self.outputs_with_gradient.items()),
+            sorted((name, *sorted(outputs)) for name, outputs in self.outputs_reaching.items()),
         )
         return blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 

@@ -23,7 +23,7 @@ from penstock.capture.tensors import device_of, spec_of, tensors_in
 from penstock.errors import CaptureError
 from penstock.ir import TENSOR, Call, CallContext, Container, Guard, Ref, State, transform
 
-Step = Callable[[Values], None]
+Prepared = Callable[[Values], None]
 """runs one call or checks one guard: reads its arguments from the values, and adds its results to them"""
 WrapModule = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _MAX_LINE = 60
@@ -82,7 +82,7 @@ class Replay:
             )
             for index, step in enumerate(chosen)
         ]
-        """each with the recorded step, and the values that are not used after it"""
+        """each prepared to run, with the recorded step, and the values that are not used after it"""
         self.takes_gradients = any(step.name in recording.nodes_taking_gradients for step in chosen)
         """whether some call runs autograd in its forward"""
         self._draws = {
@@ -102,37 +102,37 @@ class Replay:
         draws = self._draws if seed is not None else {}
         is_cuda = bool(draws) and device_of(self._modules).type == "cuda"
         hook = _active_hook.get()
-        for index, (step, recorded, dropped) in enumerate(self._steps):
+        for index, (run_step, step, dropped) in enumerate(self._steps):
             if draws and index in draws:
                 name_hash, is_shared, is_python = draws[index]
-                mixed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
-                seed_torch(mixed, is_cuda)
-                with python_seeded(mixed) if is_python else nullcontext():
-                    step(values)
+                call_seed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
+                seed_torch(call_seed, is_cuda)
+                with python_seeded(call_seed) if is_python else nullcontext():
+                    run_step(values)
             else:
-                step(values)
+                run_step(values)
             for name in dropped:
                 values.pop(name, None)
             if hook is not None:
-                hook(recorded.name, {name: values[name] for name in recorded.makes if name in values})
+                hook(step.name, {name: values[name] for name in step.makes if name in values})
         views = self._recording.state_views
         # A view of a buffer would change when the next microbatch writes the buffer.
         return {name: values[name].clone() if name in views else values[name] for name in self._wanted}
 
-    def _prepare_call(self, call: Call) -> Step:
+    def _prepare_call(self, call: Call) -> Prepared:
         """A function that makes the call, checks that it returns the recorded structure, and stores its values."""
         function = self._arguments.module(call.target) if call.is_module else self._recording.live[call.target]
         callee = _returning_arguments(function) if call.changes_arguments else function
         if self._wrap is not None and call.is_module:
             callee = self._wrap(call.name, callee)
-        step = self._make_plain_call(call, callee) or self._make_any_call(call, callee)
+        prepared = self._make_plain_call(call, callee) or self._make_any_call(call, callee)
         # The user's hooks did not run while this was recorded, so their return values are unknown.
         if call.is_module and has_user_hooks([function]):
-            step = self._then_check_specs(step, call)
-        return step if call.context == CallContext() else _in_context(step, call.context)
+            prepared = self._then_check_specs(prepared, call)
+        return prepared if call.context == CallContext() else _in_context(prepared, call.context)
 
-    def _make_plain_call(self, call: Call, callee: Callable[..., Any]) -> Step | None:
-        """The step of a call that returns one new tensor and does nothing else, as most do; None for any other call.
+    def _make_plain_call(self, call: Call, callee: Callable[..., Any]) -> Prepared | None:
+        """A call that returns one new tensor and does nothing else, as most do; None for any other call.
 
         It is the inner loop of a training step, so it has none of the checks of `_make_any_call`.
         """
@@ -140,21 +140,22 @@ class Replay:
         has_effects = call.writes or call.results.updates
         if structure != TENSOR or has_effects or results[0] in call.arg_values or self._sizes_to_check(call):
             return None
-        args, kwargs, only = *self._argument_getters(call), _only_argument(call)
+        get_args, get_kwargs = self._argument_getters(call)
+        only = _only_argument(call)
         (name,), changed_error = results, self._changed_error(call)
 
         def run(values: Values) -> None:
             # With one argument, no tuple and dict of arguments are built: that takes as long as a small call.
-            result = callee(values[only]) if only else callee(*args(values), **kwargs(values))
+            result = callee(values[only]) if only else callee(*get_args(values), **get_kwargs(values))
             if not isinstance(result, Tensor):
                 raise changed_error(structure, structure_of(result))
             values[name] = result
 
         return run
 
-    def _make_any_call(self, call: Call, callee: Callable[..., Any]) -> Step:
-        """The step of a call that may write values and buffers, return its arguments, or return any structure."""
-        args, kwargs = self._argument_getters(call)
+    def _make_any_call(self, call: Call, callee: Callable[..., Any]) -> Prepared:
+        """A call that may write values and buffers, return its arguments, or return any structure."""
+        get_args, get_kwargs = self._argument_getters(call)
         results, structure, writes = call.results.values, call.results.structure, call.writes
         updates = [(new, self._updated_buffer(new, state)) for new, state in call.results.updates]
         # Values that the call was given and returned.
@@ -162,7 +163,7 @@ class Replay:
         sizes, changed_error = self._sizes_to_check(call), self._changed_error(call)
 
         def run(values: Values) -> None:
-            result = callee(*args(values), **kwargs(values))
+            result = callee(*get_args(values), **get_kwargs(values))
             # A value that the call wrote in place has a new name from here on.
             for new, old in writes:
                 values[new] = values[old]
@@ -190,7 +191,8 @@ class Replay:
     def _sizes_to_check(self, call: Call) -> list[tuple[str, tuple[int, ...]]]:
         """The results whose size the model read, with the recorded sizes."""
         record, graph = self._recording.record, self._recording.graph
-        return [(name, graph.spec(name).shape) for name in dict.fromkeys(call.results.values) if name in record.sized]
+        names = (name for name in dict.fromkeys(call.results.values) if name in record.size_reads)
+        return [(name, graph.spec(name).shape) for name in names]
 
     def _changed_error(self, call: Call) -> Callable[[object, object], CaptureError]:
         """A function of the recorded and the found structure that returns the error for a changed result."""
@@ -202,8 +204,8 @@ class Replay:
                     break
         return partial(_data_dependent, call.name, module, self._recording.lines[id(call)])
 
-    def _then_check_specs(self, run: Step, call: Call) -> Step:
-        """The step, followed by a check that the results of a block have the recorded shapes and dtypes."""
+    def _then_check_specs(self, run: Prepared, call: Call) -> Prepared:
+        """The call, followed by a check that the results of a block have the recorded shapes and dtypes."""
         specs = [(name, self._recording.graph.spec(name)) for name in dict.fromkeys(call.results.values) if name]
 
         def checked(values: Values) -> None:
@@ -236,14 +238,14 @@ class Replay:
 
         return copied
 
-    def _prepare_guard(self, guard: Guard) -> Step:
+    def _prepare_guard(self, guard: Guard) -> Prepared:
         """A function that reads the Python value again, and raises if it is another one than was recorded."""
         function, expected = self._recording.live[guard.target], self._recording.live[guard.expected]
         line = self._recording.lines[id(guard)]
-        args, kwargs = self._argument_getters(guard)
+        get_args, get_kwargs = self._argument_getters(guard)
 
         def run(values: Values) -> None:
-            found = function(*args(values), **kwargs(values))
+            found = function(*get_args(values), **get_kwargs(values))
             if not expected.agrees(found):
                 raise CaptureError(
                     "data-dependent control flow: the model read a different value from a tensor than when recorded",
@@ -259,14 +261,14 @@ class Replay:
         return run
 
 
-def _in_context(step: Step, context: CallContext) -> Step:
-    """The step, run in the grad mode and autocast in which it was recorded."""
+def _in_context(run: Prepared, context: CallContext) -> Prepared:
+    """The call, run in the grad mode and autocast in which it was recorded."""
 
-    def run(values: Values) -> None:
+    def run_in_context(values: Values) -> None:
         with entered(context):
-            step(values)
+            run(values)
 
-    return run
+    return run_in_context
 
 
 def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:

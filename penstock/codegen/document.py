@@ -120,12 +120,12 @@ class StageClass:
         """The text of the class."""
         section, variables = self.section, self.expressions.variables
         graph = section.recording.graph
-        is_sized = bool(section.recording.record.sized)
+        reads_sizes = bool(section.recording.record.size_reads)
         takes = {}
         for value in (*section.inputs, *section.receives):
             spec = graph.spec(value)
             # If the model read no size at all, any size is right.
-            sizes = spec.shape if is_sized else (None,) * len(spec.shape)
+            sizes = spec.shape if reads_sizes else (None,) * len(spec.shape)
             takes[variables[value]] = f"(torch.{spec.dtype}, {tuple(sizes)!r})"
         tables = {
             "PARTS": repr(section.parts),

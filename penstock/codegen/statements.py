@@ -106,7 +106,7 @@ class StepWriter:
         if not node.is_block and node.kind in _SHAPE_FOLLOWS:
             return
         for value in new:
-            if value in recording.record.sized:
+            if value in recording.record.size_reads:
                 name, shape = expressions.variables[value], repr(tuple(self._graph.spec(value).shape))
                 yield Statement(expect(f"tuple({name}.shape)", shape, f"the size of {name}"), step.context)
 

@@ -155,7 +155,7 @@ class Record:
     inputs: tuple[str, ...]
     steps: tuple[Call | Guard, ...]
     outputs: Tree
-    sized: frozenset[str] = frozenset()
+    size_reads: frozenset[str] = frozenset()
     """values whose size the model read: the record is valid only for the same sizes"""
 
 

@@ -32,12 +32,12 @@ class MeasuredModel:
     def __init__(self, captured: Captured, roots: tuple[str, ...], added_losses: CollectLosses) -> None:
         """`roots` are the values that backward starts from; `added_losses` collects losses added inside modules."""
         self.roots = roots
-        self.graph: Graph = prune_gradients(captured.graph, roots, captured.first.nodes_adding_loss)
+        self.graph: Graph = prune_gradients(captured.graph, roots, captured.example_recording.nodes_adding_loss)
         self.is_meta = captured.is_meta
         """whether the model has no weights"""
         self._captured, self._added_losses = captured, added_losses
         # Without guards: the whole model checks them, and single nodes need not.
-        recording = captured.first
+        recording = captured.example_recording
         calls = tuple(step for step in recording.record.steps if isinstance(step, Call))
         self._recording = replace(recording, record=replace(recording.record, steps=calls))
         self._replays: dict[str, Callable[[Values], Values]] = {}
@@ -130,7 +130,7 @@ class MeasuredModel:
     def prepare_whole(self) -> Callable[[], list[Tensor]]:
         """A function that runs the unsplit model on its example and returns the tensors that backward starts from."""
         args, kwargs = transform(self._captured.example, copy_leaf)
-        names = self._captured.output_names(self._captured.first)
+        names = self._captured.output_names(self._captured.example_recording)
 
         def forward() -> list[Tensor]:
             with self._added_losses() as added:

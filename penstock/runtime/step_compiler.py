@@ -147,9 +147,7 @@ class StepCompiler:
             partition = self._owners.fit(graph)
             # A loss may use some of the roots only: a value that others do not pass a gradient to may have none.
             possible = {root for root in roots if graph.spec(root).requires_grad}
-            optional = {
-                name for name, reached_by in recording.outputs_with_gradient.items() if not possible <= reached_by
-            }
+            optional = {name for name, reached_by in recording.outputs_reaching.items() if not possible <= reached_by}
             return {
                 (crossing.producer, crossing.consumer): replace(
                     crossing,

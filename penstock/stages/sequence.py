@@ -18,7 +18,7 @@ from penstock.stages.stage_run import StageRun
 def split(captured: Captured, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
-    check_guards(captured.first, partition)
+    check_guards(captured.example_recording, partition)
     cut = CutModel(captured, partition)
     return tuple(Stage(captured, partition, index, cut=cut) for index in range(partition.num_stages))
 

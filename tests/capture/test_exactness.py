@@ -367,7 +367,9 @@ def test_what_a_reentrant_checkpoint_does_not_train_is_not_trained():
 
 def test_a_long_guard_value_is_abbreviated():
     captured = penstock.capture(Glued("a number read from the input"), (BATCH,))
-    replay = captured.replay(captured.first, [node.name for node in captured.graph.nodes], captured.model, ())
+    replay = captured.replay(
+        captured.example_recording, [node.name for node in captured.graph.nodes], captured.model, ()
+    )
     with pytest.raises(CaptureError, match=r"recorded: [^,]{,64}, found: [^,]{,64}\)\ntry"):
         replay.run({"x": -BATCH})
 

@@ -72,7 +72,7 @@ def test_other_batch_sizes_lengths_and_image_sizes_are_exact(name: str) -> None:
 
 
 def test_a_record_without_decisions_on_inputs_is_not_played_to_find_that_it_holds() -> None:
-    assert InputGuards(capture(Stack(), (BATCH,)).first, Stack()).always_hold
+    assert InputGuards(capture(Stack(), (BATCH,)).example_recording, Stack()).always_hold
 
 
 def test_only_guards_are_replayed_to_check_a_recording() -> None:
@@ -81,7 +81,7 @@ def test_only_guards_are_replayed_to_check_a_recording() -> None:
             return super().forward(x + (x > 0).cumsum(-1), mask)
 
     model = Shifted()
-    guards = InputGuards(capture(model, (BATCH, torch.ones(6))).first, model)
+    guards = InputGuards(capture(model, (BATCH, torch.ones(6))).example_recording, model)
     assert not guards.always_hold
     assert guards.hold({"mask": torch.ones(6)}, DrawSeed(0))
     assert not guards.hold({"mask": torch.zeros(6)}, DrawSeed(0))

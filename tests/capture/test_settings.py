@@ -91,7 +91,7 @@ def test_a_changed_setting_is_recorded_again(glue, change):
     captured = penstock.capture(model, (x,))
     change(model)
     recording = captured.recording((x,), {})
-    assert recording is not captured.first
+    assert recording is not captured.example_recording
     found = captured.replay(recording, [node.name for node in recording.graph.nodes], model, recording.graph.outputs)
     (output,) = found.run(captured.inputs((x,), {})).values()
     assert torch.equal(output, model(x))
@@ -100,7 +100,7 @@ def test_a_changed_setting_is_recorded_again(glue, change):
 def test_unchanged_settings_need_no_other_recording():
     model, x = Model(lambda m, x: x * m.config.scale), torch.randn(4, 8)
     captured = penstock.capture(model, (x,))
-    assert captured.recording((torch.randn(4, 8),), {}) is captured.first
+    assert captured.recording((torch.randn(4, 8),), {}) is captured.example_recording
     assert captured.num_recordings == 1
 
 
@@ -114,7 +114,7 @@ def test_attributes_that_the_forward_changes_are_no_settings():
     model, x = Counting(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     captured = penstock.capture(model, (x,))
     model(x)
-    assert captured.recording((x,), {}) is captured.first
+    assert captured.recording((x,), {}) is captured.example_recording
 
 
 class Scaled(nn.Sequential):
@@ -135,15 +135,15 @@ def array(place):
 def test_an_argument_that_is_no_tensor_is_compared_by_its_content(one, other):
     model, x = Scaled(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     captured = penstock.capture(model, (x, one))
-    assert captured.recording((x, copy.deepcopy(one)), {}) is captured.first
-    assert captured.recording((x, other), {}) is not captured.first
+    assert captured.recording((x, copy.deepcopy(one)), {}) is captured.example_recording
+    assert captured.recording((x, other), {}) is not captured.example_recording
 
 
 def test_an_object_that_was_changed_since_is_another():
     model, x, given = Scaled(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8), SimpleNamespace(factor=3.0)
     captured = penstock.capture(model, (x, given))
     given.factor = 4.0
-    assert captured.recording((x, given), {}) is not captured.first
+    assert captured.recording((x, given), {}) is not captured.example_recording
 
 
 def test_another_dtype_of_autocast_is_recorded_again():
@@ -151,4 +151,4 @@ def test_another_dtype_of_autocast_is_recorded_again():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         captured = penstock.capture(model, (x,))
     with torch.autocast("cpu", dtype=torch.float16):
-        assert captured.recording((x,), {}) is not captured.first
+        assert captured.recording((x,), {}) is not captured.example_recording

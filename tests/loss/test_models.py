@@ -123,7 +123,7 @@ def test_of_models_without_a_loss_only_batch_norm_causes_a_warning(name: str) ->
     model, args, kwargs = ZOO[name]()
     pieces = BatchSplitter(model.forward).split(Batch(args, without_cache(model, kwargs)), 2)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
-    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
+    step = LossStep(pieces, [captured.example_recording] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
     assert [BATCH_NORM in warning for warning in found] == [True] * (name == "batch_norm")
 
@@ -131,7 +131,7 @@ def test_of_models_without_a_loss_only_batch_norm_causes_a_warning(name: str) ->
 def test_samples_of_the_only_microbatch_may_interact() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     captured, pieces = capture(model, (X,)), BatchSplitter(model.forward).split(Batch((X,), {}), 1)
-    step = LossStep(pieces, [captured.first], True, weights=(1.0,))
+    step = LossStep(pieces, [captured.example_recording], True, weights=(1.0,))
     assert LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step) == ()
 
 
@@ -169,7 +169,7 @@ def weighed(loss: Any, microbatches: int = 2, last: nn.Module | None = None) -> 
     model = Scored(loss, last)
     pieces = BatchSplitter(model.forward).split(Batch((X, T), {}), microbatches)
     captured = capture(model, pieces[0].args)
-    step = LossStep(pieces, [captured.first] * len(pieces), True)
+    step = LossStep(pieces, [captured.example_recording] * len(pieces), True)
     loss_weights = LossWeights(captured, OneReplica())
     Counted.calls = 0
     loss_weights.weights(step)
@@ -246,7 +246,7 @@ def test_hooks_and_state_of_a_model_are_left_alone() -> None:
     captured = capture(model, pieces[0].args)
     called.clear()
     state = torch.get_rng_state()
-    LossWeights(captured, OneReplica()).weights(LossStep(pieces, [captured.first] * 2, True))
+    LossWeights(captured, OneReplica()).weights(LossStep(pieces, [captured.example_recording] * 2, True))
     assert (called, model.training) == ([], True)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -281,7 +281,7 @@ def test_samples_that_interact_between_blocks_cause_a_warning(between: Any, is_m
     model = Between(between)
     pieces = BatchSplitter(model.forward).split(Batch((X,), {}), 2)
     captured = capture(model, pieces[0].args)
-    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
+    step = LossStep(pieces, [captured.example_recording] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
     assert ["depends on all samples of a batch" in warning and "layers.1" in warning for warning in found] == (
         [True] if is_mixing else []
@@ -302,7 +302,7 @@ def test_batch_norm_causes_a_warning_only_where_it_takes_statistics(norm: nn.Mod
     norm.training = norm.training and not isinstance(norm, nn.GroupNorm)
     pieces = BatchSplitter(model.forward).split(Batch((X,), {}), 2)
     captured = capture(model, pieces[0].args)
-    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
+    step = LossStep(pieces, [captured.example_recording] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
     assert [BATCH_NORM in warning for warning in found] == [True] * warns
 
@@ -311,7 +311,7 @@ def test_of_many_layers_three_are_named() -> None:
     model, args, kwargs = ZOO["resnet50"]()
     pieces = BatchSplitter(model.forward).split(Batch(args, kwargs), 2)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
-    step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
+    step = LossStep(pieces, [captured.example_recording] * 2, True, weights=(0.5, 0.5))
     (warning,) = LossWeights(captured, OneReplica()).warnings(step)
     assert warning.endswith(": bn1, layer1.0.bn1, layer1.0.bn2 and 50 more")
 
@@ -320,7 +320,7 @@ def test_a_model_without_a_loss_is_refused_with_a_hint() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     captured = capture(model, (X,))
     with pytest.raises(RunError, match=r"no loss \(returned: tensor\[6, 3\]\)\ntry: loss_fn="):
-        LossWeights(captured, OneReplica()).loss_values(captured.first)
+        LossWeights(captured, OneReplica()).loss_values(captured.example_recording)
     with pytest.raises(RunError, match=r"returned: tuple\(tensor\[3\], int\)"):
         losses_of((torch.zeros(3), 1))
 

@@ -26,7 +26,7 @@ def weights(target: Tensor, reduction: str | None = None) -> tuple[float, ...]:
     """The weights of single samples."""
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
     microbatches = [Microbatch((), {}, own, 1, CUTS) for own in target.split(1)]
-    step = LossStep(microbatches, [captured.first] * len(microbatches), True)
+    step = LossStep(microbatches, [captured.example_recording] * len(microbatches), True)
     own = LossWeights(captured, OneReplica(), entropy, reduction)
     own.weigh(step, 0, Y[:1], entropy(Y[:1], target[:1]))
     return own.weights(step)
@@ -53,7 +53,7 @@ def test_the_user_may_give_the_reduction() -> None:
 def test_labels_that_are_not_there_cannot_be_counted() -> None:
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
     microbatches = [Microbatch((), {}, own, 1, CUTS) for own in Y[:2].split(1)]
-    step = LossStep(microbatches, [captured.first] * 2, True)
+    step = LossStep(microbatches, [captured.example_recording] * 2, True)
     with pytest.raises(RunError, match="requires labels to count"):
         LossWeights(captured, OneReplica(), functional.mse_loss, "tokens").weigh(step, 0, Y[:1], torch.zeros(()))
 

@@ -55,7 +55,7 @@ def weights(
 
     def found(loss_fn: Callable[[Any, Any], Tensor], rows: Batch) -> tuple[float, ...]:
         microbatches = [Microbatch((), {}, target[list(own)], len(own), CUTS) for own in rows]
-        step = LossStep(microbatches, [captured.first] * len(rows), True)
+        step = LossStep(microbatches, [captured.example_recording] * len(rows), True)
         own = LossWeights(captured, replicas, loss_fn, **options)
         output = VALUES[list(rows[0])].clone().requires_grad_()
         own.weigh(step, 0, output, loss_fn(output, microbatches[0].target))

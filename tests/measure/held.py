@@ -76,7 +76,7 @@ def _stage(measured: MeasuredModel, stage: Stage, values: Values, is_split: bool
     inputs, needs = measured.inputs(), {name: value.requires_grad for name, value in values.items()}
     with Storages() as storages:
         incoming = {name: value.detach().clone().requires_grad_(needs[name]) for name, value in values.items()}
-        run = StageRun(stage, measured._captured.first, inputs, incoming, is_split)
+        run = StageRun(stage, measured._captured.example_recording, inputs, incoming, is_split)
         incoming.clear()
         left = run.take_outputs()
         copies = {name: value.detach().clone() for name, value in left.items()}

@@ -167,7 +167,7 @@ HARMFUL: dict[str, Model] = {
 
 def description(model: nn.Module) -> tuple[str, ...]:
     """What ranks compare of a model before its first step."""
-    recording = capture(model, (X,)).first
+    recording = capture(model, (X,)).example_recording
     opened = Granularity.of(recording.graph).opened
     return (*describe_model(model, opened), *describe_recording(recording))
 

@@ -232,9 +232,9 @@ def test_different_optimizers_are_refused(pools: Pools, tmp_path: Any) -> None:
 
 def test_a_description_has_the_plain_arguments_of_every_call_and_no_names_of_values() -> None:
     model = Net(k=3.0)
-    first = capture(model, (X,)).first
+    first = capture(model, (X,)).example_recording
     model(X)  # the positions are now a constant
-    again = capture(model, (X,)).first
+    again = capture(model, (X,)).example_recording
     assert describe_recording(first) == describe_recording(again)
     assert any("3.0" in line for line in describe_recording(first))
     assert describe_model(model) == describe_model(Net(k=3.0, seed=1))

@@ -41,7 +41,7 @@ class SecondStage:
         value = (self.example + microbatch).detach().requires_grad_()
         with torch.random.fork_rng():
             torch.manual_seed(microbatch)
-            return StageRun(self.stage, self.captured.first, {}, {self.input_name: value}, is_split)
+            return StageRun(self.stage, self.captured.example_recording, {}, {self.input_name: value}, is_split)
 
     def gradients(self, is_split: bool, before_weights: Callable[[], object] = lambda: None) -> Values:
         """The input gradients of every microbatch and the weight gradients of all of them.

@@ -89,7 +89,8 @@ def test_after_the_weight_gradients_nothing_is_kept():
 
 def test_a_first_stage_has_only_weight_gradients():
     module = SecondStage(nn.Linear(8, 6), rows(4, 8))
-    run = StageRun(module.stage, module.captured.first, {}, {module.input_name: rows(4, 8)}, splits_backward=True)
+    recording, incoming = module.captured.example_recording, {module.input_name: rows(4, 8)}
+    run = StageRun(module.stage, recording, {}, incoming, splits_backward=True)
     gradients = dict.fromkeys(run.take_outputs(), torch.ones(4, 6))
     assert run.input_grad(gradients) == {}
     assert module.model[1].weight.grad is None
