@@ -6,6 +6,7 @@ A table is between the comments `<!-- begin NAME -->` and `<!-- end NAME -->`. W
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,11 +23,11 @@ def measured(runs: dict[str, results.Run]) -> str:
     shown = [runs[row.benchmark] for row in results.ROWS if row.benchmark in runs]
     dates, machines = sorted({run.date for run in shown}), sorted({run.machine for run in shown})
     text = (
-        f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; each result and its "
-        "comparison in the same run, the targets in the order of the results.\n"
+        f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each result and its "
+        "comparison are from one run; the targets are in the order of the results. "
         "`B` is `.venv/bin/python -m benchmarks`."
     )
-    return "\n".join((text, "", *rows))
+    return "\n".join((textwrap.fill(text, 120), "", *rows))
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
