@@ -40,6 +40,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "trainings": (ACCURACY, layouts.table_of_trainings),
 }
 """the page of each table, and the function that makes it"""
+_FROM_TRACES = ("summary", "given", "ahead")
+"""tables that would lose rows without the traces"""
 
 
 def replace_table(text: str, name: str, table: str) -> str:
@@ -53,5 +55,9 @@ def replace_table(text: str, name: str, table: str) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or TABLES:
+        if name not in TABLES:
+            sys.exit(f"unknown table (name: {name})\ntry: {', '.join(TABLES)}")
+        if name in _FROM_TRACES and next(published.recordings(), None) is None:
+            sys.exit(f"table {name} needs the published traces\ntry: pip install pyarrow, and PENSTOCK_PUBLISHED=DIR")
         page, make = TABLES[name]
         page.write_text(replace_table(page.read_text(encoding="utf-8"), name, make()), encoding="utf-8")

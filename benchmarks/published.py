@@ -68,7 +68,8 @@ def _lines(rows: Iterator[Row], target: float) -> Iterator[Line]:
         yield Line(cells, mean, target, at_least=False)
 
 
-def _recordings() -> Iterator[tuple[str, RecordedTraining]]:
+def recordings() -> Iterator[tuple[str, RecordedTraining]]:
+    """The published traces by name; none without pyarrow or the data."""
     if find_spec("pyarrow") is not None:
         for path in sorted(DATA.glob("trace-*.parquet")):
             yield path.stem.removeprefix("trace-"), read_recording([path])
@@ -76,7 +77,7 @@ def _recordings() -> Iterator[tuple[str, RecordedTraining]]:
 
 def given() -> Iterator[Row]:
     """Pipelines simulated with measured pass times: per microbatch from traces, per stage from the CSV files."""
-    for name, recording in _recordings():
+    for name, recording in recordings():
         for each in recording.steps:
             predicted = recording.simulated[each.step, each.replica]
             where = f"step {each.step}, replica {each.replica}"
@@ -99,7 +100,7 @@ def given() -> Iterator[Row]:
 
 def ahead() -> Iterator[Row]:
     """The mean step of all replicas, predicted from the simulation of the first steps."""
-    for name, recording in _recordings():
+    for name, recording in recordings():
         steps = list(recording.by_step)
         first, later = steps[:_FIRST], steps[_FIRST:]
         expected = fmean(recording.simulated[step, each.replica] for step in first for each in recording.by_step[step])

@@ -1,7 +1,7 @@
 """Detects the side effects of a call: tensors and containers that it changes, random numbers that it draws."""
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,9 +49,9 @@ class ObservedCall:
         """whether it runs autograd in its forward"""
         self.changes_arguments = False
         """whether it put other tensors or plain values into a container among its arguments"""
-        # These are set by `compare`.
         self.draws = False
         """whether it draws random numbers"""
+        # These are set by `compare`.
         self.draws_with_python = False
         """whether it draws from the generators of Python or numpy"""
         self.written: list[Tensor] = []
@@ -112,14 +112,17 @@ class ObservedCall:
         self.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
         self.takes_gradients |= func in GRADIENT_FUNCTIONS or has_own_graph
 
-    def compare(self, args: Any, kwargs: Any, result: Any) -> None:
+    def compare(self, args: Any, kwargs: Any, result: Any, drew_with_python: Callable[[], bool]) -> None:
         """Find the random draws and writes of the call, before the generators are restored.
 
-        Whether it draws with Python or numpy must be set already.
+        `drew_with_python` returns whether the call drew from the generators of Python or numpy.
         """
+        have_moved = self._generators.have_moved()
+        # After the comparison of the states: it draws itself, and a module may keep one of these generators.
+        self.draws_with_python = drew_with_python()
         self.draws = (
             self.draws
-            or self._generators.have_moved()
+            or have_moved
             or self.draws_with_python
             or self._has_active_dropout()
             or is_random(self.target, args, kwargs, result)

@@ -43,7 +43,7 @@ def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
         for cls in classes:
             if cls in own:
                 type.__setattr__(cls, "__call__", own[cls])
-            else:
+            elif "__call__" in vars(cls):  # an interrupt may come before it is replaced
                 type.__delattr__(cls, "__call__")
 
 

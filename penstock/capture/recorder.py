@@ -530,8 +530,7 @@ class Recorder(TorchFunctionMode):
             with self._seeded(name_hash, is_shared, runs_python(target)) as drew_with_python:
                 call = ObservedCall(self.table, target, where, self._num_calls, arguments, is_shared)
                 result = self._run(run, call, args, kwargs)
-                call.draws_with_python = drew_with_python()
-                call.compare(args, kwargs, result)
+                call.compare(args, kwargs, result, drew_with_python)
             # A single element is drawn once for a batch of any size; unless the batch has one sample, and the element
             # may be one per sample.
             is_for_batch = all(

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
-from penstock.capture import Recording
+from penstock.capture import Recording, contiguous_entries
 from penstock.codegen import support
 from penstock.codegen.names import Imports, applied_function, is_identifier, is_index, tensor_attribute
 from penstock.errors import CodeError
@@ -107,7 +107,7 @@ class ConstantTensors:
     @property
     def content(self) -> bytes:
         """The content of the file beside the code; empty if it is not needed."""
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in self._kept.values()}
+        held = {name: contiguous_entries(tensor).cpu() for name, tensor in self._kept.values()}
         return save(held) if held else b""
 
     def statement(self, path: Path) -> str:

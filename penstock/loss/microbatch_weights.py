@@ -77,7 +77,8 @@ class LossWeights:
         `remote_parameters`: names of the parameters that are trained on other ranks, by their id. `name` is that of the
         loss, if there are several.
         """
-        if reduction is not None and reduction not in REDUCTIONS:
+        # A tuple, because a reduction of a wrong type may not be hashable.
+        if reduction is not None and reduction not in tuple(REDUCTIONS):
             raise RunError("unknown reduction", reduction=repr(reduction), hint=choices((*REDUCTIONS, None)))
         self.has_function = loss_fn is not None
         """whether a loss function computes the loss; else the model returns it"""

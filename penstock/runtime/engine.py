@@ -157,8 +157,9 @@ class Engine:
         # The token budget learns costs from timed steps.
         times_token_groups = budget_tokens is not None and self._tokens.is_measured
         boundary: list[tuple[Tensor, Tensor]] = []
-        if any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch)):
-            batch, boundary = _input_boundary(batch)
+        if has_graph(batch):
+            with self._sync.errors_on_all_ranks(request):
+                batch, boundary = self._input_boundary(batch)
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
@@ -166,6 +167,10 @@ class Engine:
             try:
                 times = self._run_training(step, compiled, is_timed or times_token_groups)
                 result = self._end_step(step, compiled, times)
+                # Continue backward into the graph that computed the batch.
+                input_gradients = [(value, leaf.grad) for value, leaf in boundary if leaf.grad is not None]
+                if input_gradients and not result.skipped:
+                    torch.autograd.backward(*zip(*input_gradients, strict=True))
             except BaseException:
                 self._undo()
                 raise
@@ -173,14 +178,33 @@ class Engine:
                 self._undo()
             else:
                 self._snapshot.commit()
-                # Continue backward into the graph that computed the batch.
-                input_gradients = [(value, leaf.grad) for value, leaf in boundary if leaf.grad is not None]
-                if input_gradients:
-                    torch.autograd.backward(*zip(*input_gradients, strict=True))
             if budget_tokens is None:
                 return result
             groups = self._tokens.step_taken(step.microbatches, result.trace)
             return replace(result, groups=groups, trace=result.trace if is_timed else None)
+
+    def _input_boundary(self, batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
+        """Detach tensors of a batch from their graphs; returns each with the leaf that collects its gradient.
+
+        Every microbatch runs a backward of its own, but the first one through a graph frees it. Only with all ranks in
+        this process: elsewhere the ranks that do not read a value would have no gradient for it, and what computes the
+        batch would be trained differently on every rank.
+        """
+        if not self._groups.is_local:
+            raise RunError(
+                "a batch must not be the result of a computation that needs gradients",
+                hint="x.detach(), the computation as a part of the model, or local=True",
+            )
+        boundary: list[tuple[Tensor, Tensor]] = []
+
+        def detached(value: object) -> object:
+            if not isinstance(value, Tensor) or value.grad_fn is None:
+                return value
+            leaf = value.detach().requires_grad_()
+            boundary.append((value, leaf))
+            return leaf.clone()  # the model may write into it
+
+        return transform(batch, detached), boundary
 
     def evaluate(
         self,
@@ -725,21 +749,9 @@ class Engine:
         return probe
 
 
-def _input_boundary(batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
-    """Detach tensors of a batch from the graphs that computed them; returns each with the leaf that collects its grad.
-
-    Every microbatch runs a backward of its own, but the first one through a graph frees it.
-    """
-    boundary: list[tuple[Tensor, Tensor]] = []
-
-    def detached(value: object) -> object:
-        if not isinstance(value, Tensor) or value.grad_fn is None:
-            return value
-        leaf = value.detach().requires_grad_()
-        boundary.append((value, leaf))
-        return leaf.clone()  # the model may write into it
-
-    return transform(batch, detached), boundary
+def has_graph(batch: Batch) -> bool:
+    """Whether a tensor of the batch is the result of a computation that needs gradients."""
+    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch))
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

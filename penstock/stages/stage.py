@@ -85,7 +85,7 @@ class Stage(nn.Module):
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += shared.unused_state.get(index, [])
         register_by_name(self, model, dict.fromkeys(blocks), dict.fromkeys(state))
-        self._blocks = ({name: model.get_submodule(name) for name in blocks},)
+        self._stage_blocks = ({name: model.get_submodule(name) for name in blocks},)
         self._loose_state = _loose_state(model, blocks, state)
         # The submodules are the user's own, each in the mode that the user set: self.train() would change them.
         self.training = model.training
@@ -150,7 +150,7 @@ class Stage(nn.Module):
     def train(self, mode: bool = True) -> "Stage":
         """Set the mode of the submodules, and of the modules around them, whose forward is the code between them."""
         super().train(mode)
-        for name in self._blocks[0]:
+        for name in self._stage_blocks[0]:
             for outer in outer_modules(name):
                 self.whole_model.get_submodule(outer).training = mode
         return self
@@ -162,7 +162,7 @@ class Stage(nn.Module):
 
     def _prepare_replay(self, recording: Recording) -> Replay:
         captured = self._captured[0]
-        for name, module in self._blocks[0].items():
+        for name, module in self._stage_blocks[0].items():
             if captured.model.get_submodule(name) is not module:
                 hint = "capture and split again"
                 raise PartitionError("a module was replaced after the split", module=name, hint=hint)

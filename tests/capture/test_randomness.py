@@ -124,6 +124,12 @@ NOISES = {
 }
 
 
+def test_a_block_that_keeps_a_global_generator_and_does_not_draw_is_not_random():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].numpys, model[1].pythons = np.random.mtrand._rand, random._inst
+    assert not any(node.is_random for node in penstock.capture(model, (BATCH,)).graph.nodes)
+
+
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_block_that_draws_from_elsewhere_is_random_and_runs_once(noise):
     model = nn.Sequential(Noisy(NOISES[noise]), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -16,6 +16,7 @@ from tests.codegen.generated import generated, imported
 
 BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 SMALL, LARGE = torch.tensor([1.5, -2.0, float(1 / 3), 1e-30]), torch.randn(9, 4)
+CONJUGATED = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
 
 
 class Layered(nn.Module):
@@ -159,6 +160,16 @@ def test_small_constants_are_in_the_code_and_large_ones_beside_it(tmp_path):
     assert torch.equal(file.run(model, BATCH), model(BATCH))
     assert {path.name for path in tmp_path.glob("*.*")} == {"stages2.py", "stages2_constants.safetensors"}
     assert list(file.CONSTANTS) == ["constant0"]
+
+
+def conjugated(x: Tensor) -> Tensor:
+    return (x * CONJUGATED).imag + x
+
+
+def test_conjugated_constants_are_written_by_their_values(tmp_path):
+    model = Layered(conjugated)
+    file = generated(penstock.capture(model, (BATCH,)), 2, tmp_path)
+    assert torch.equal(file.run(model, BATCH), model(BATCH))
 
 
 def test_a_changed_file_of_constants_is_refused(tmp_path):

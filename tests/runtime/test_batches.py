@@ -149,3 +149,37 @@ def test_gradients_reach_what_computed_the_batch(schedule: str) -> None:
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     for found, expected in zip(embedded(pipe, model), embedded(WholeModel(plain, mse_loss), plain), strict=True):
         assert torch.allclose(found, expected, rtol=0.0, atol=1e-12)
+
+
+def refused_embedding(plan: penstock.Plan, inputs: str) -> tuple[str, bool]:
+    model = seeded(nn.Sequential(*(Block() for _ in range(4))))
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, inputs=inputs)
+    x, target = seeded(nn.Linear(WIDTH, WIDTH).double())(noise(6, WIDTH)), noise(6, WIDTH, seed=1)
+    is_given = inputs == "all" or torch.distributed.get_rank() == 0
+    with pytest.raises(penstock.RunError) as error:
+        pipe.step(*((x,) if is_given else ()), target=target if is_given else None)
+    loss = pipe.step(*((x.detach(),) if is_given else ()), target=target if is_given else None).loss
+    return str(error.value), loss is not None
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_a_batch_that_was_computed_with_gradients_is_refused_over_processes(inputs: str, pools: Pools) -> None:
+    model = seeded(nn.Sequential(*(Block() for _ in range(4))))
+    plan = quick_plan(model, (noise(6, WIDTH),), ranks=2, microbatches=3, schedule="1f1b")
+    for text, is_usable in pools[2].run(refused_embedding, plan, inputs):
+        assert text.startswith("a batch must not be the result of a computation that needs gradients")
+        assert "try: x.detach(), the computation as a part of the model, or local=True" in text
+        assert is_usable
+
+
+def test_a_failing_backward_of_what_computed_the_batch_undoes_the_step() -> None:
+    model = seeded(nn.Sequential(*(Block() for _ in range(4))))
+    plan = quick_plan(model, (noise(6, WIDTH),), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    x = nn.Linear(WIDTH, WIDTH).double()(noise(6, WIDTH)).tanh()
+    pipe.step(x, target=noise(6, WIDTH, seed=1))
+    before = _copied(values(model))
+    with pytest.raises(RuntimeError, match="second time"):
+        pipe.step(x, target=noise(6, WIDTH, seed=1))
+    assert_identical(values(model), before)

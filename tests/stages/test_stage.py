@@ -37,6 +37,22 @@ def test_a_stage_holds_the_models_own_parameters(depth):
             assert parameter is whole[name]
 
 
+@pytest.mark.parametrize("name", ["_blocks", "blocks", "stages"])
+def test_the_blocks_of_a_model_may_be_in_a_list_of_any_usual_name(name):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module(name, nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
+
+        def forward(self, x):
+            for layer in getattr(self, name):
+                x = layer(x)
+            return x
+
+    model = Named()
+    assert sorted(key for stage in stages_of(model, 2) for key in stage.state_dict()) == sorted(model.state_dict())
+
+
 def test_tied_parameters_are_listed_with_their_owners():
     model = Stack()
     model.blocks[3].linear.weight = model.blocks[0].linear.weight
