@@ -1,5 +1,7 @@
 """A rank of several processes becomes slow, and the first rank reports which one, since when, and a remedy."""
 
+import re
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -47,6 +49,9 @@ def test_a_rank_that_becomes_slow_is_reported_within_ten_steps(pools: Pools, tmp
     first, *others = pools[RANKS].run(reports_on_rank, str(tmp_path / "plan.json"))
     [(step, words)] = first
     assert CLEAN < step < CLEAN + SLOW
-    assert words.startswith(f"rank 1 is slow since step {CLEAN}: ")
+    # On a busy machine the first slow step may not stand out; tests/planner/test_slow_ranks.py has exact times.
+    since = re.match(r"rank 1 is slow since step (\d+): ", words)
+    assert since is not None
+    assert CLEAN <= int(since[1]) < step
     assert " --ranks 3 --microbatches 4 --slowness 1," in words
     assert others == [[]] * (RANKS - 1)
