@@ -49,7 +49,7 @@ def test_a_rank_that_becomes_slow_is_reported_within_ten_steps(pools: Pools, tmp
     first, *others = pools[RANKS].run(reports_on_rank, str(tmp_path / "plan.json"))
     [(step, words)] = first
     assert CLEAN < step < CLEAN + SLOW
-    # On a busy machine the first slow step may not stand out; tests/planner/test_slow_ranks.py has exact times.
+    # On a busy machine the first slow step may not stand out; tests/planner/test_slow_ranks.py has simulated ones.
     since = re.match(r"rank 1 is slow since step (\d+): ", words)
     assert since is not None
     assert CLEAN <= int(since[1]) < step
