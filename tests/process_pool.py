@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.launch import StatusFile, explain_hang, launch, serialization
 DEADLINE_SECONDS = 120.0
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 10.0
+_POLL_SECONDS = 0.1
 _STACK_SECONDS = 1.0
 
 
@@ -105,10 +106,11 @@ class Pool:
         return [found[rank][1] for rank in range(len(self._connections))]
 
     def _poll(self, found: dict[int, tuple[bool, Any]], deadline: Deadline) -> None:
-        for rank, connection in enumerate(self._connections):
+        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in found}
+        for connection in wait(waiting, _POLL_SECONDS):
+            rank = waiting[connection]
             try:
-                if rank not in found and connection.poll(0.005):
-                    found[rank] = serialization.unpack(connection.recv_bytes())
+                found[rank] = serialization.unpack(connection.recv_bytes())
             except (EOFError, OSError):
                 found[rank] = (False, f"ended\n{self._report()}")
         late = [rank for rank in range(len(self._connections)) if rank not in found]
