@@ -3,12 +3,12 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from penstock.batches import Cut, Microbatch
+from penstock.batches import Cut, Microbatch, microbatch_sizes
 from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import named_leaves, put_together, take_apart
@@ -129,7 +129,8 @@ def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts:
             raise RunError(problem, target=name, rows=len(value), microbatches=count, hint="a smaller n_microbatches")
         rows = len(value) // sum(sizes) if sizes else 1
         cuts[name] = Cut(0, rows)
-        return list(torch.split(value, [size * rows for size in sizes])) if sizes else list(value.tensor_split(count))
+        ends = [size * rows for size in accumulate(sizes or microbatch_sizes(len(value), count))]
+        return list(value.tensor_split(ends[:-1]))
     parts = take_apart(value)
     if parts is None:
         return [value] * count

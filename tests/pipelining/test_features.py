@@ -123,6 +123,12 @@ def test_a_wrong_call_is_the_same_error_on_all_ranks_and_the_next_call_works(
         assert words in error
 
 
+def test_microbatches_differ_by_one_sample_at_most_and_can_be_written_in_place() -> None:
+    computed = torch.ones(8, 3, requires_grad=True) * 2
+    found, _ = split_args_kwargs_into_chunks((computed,), {}, 3)
+    assert [len(part.mul_(2)) for (part,) in found] == [3, 3, 2]
+
+
 def test_masks_of_flex_attention_are_split_by_samples() -> None:
     lengths = torch.tensor([3, 130, 200, 256, 5])
 
