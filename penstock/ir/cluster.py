@@ -45,7 +45,7 @@ class LinkRates:
     """Converts the bytes of messages to seconds; an entry per link, in arrays of one shape.
 
     Simulation, partitioners and synthesis all take the time of a message from here, so a new cost of messages is a
-    field of Link and of Cluster, computed here. Within one rank nothing is sent: callers do not ask for it.
+    field of Link and of Cluster, computed here. Within one rank nothing is sent: callers ignore these entries.
     """
 
     seconds_per_byte: Floats
@@ -55,6 +55,10 @@ class LinkRates:
     def __getitem__(self, index: Any) -> "LinkRates":
         """The rates of some links, selected as numpy does."""
         return LinkRates(self.seconds_per_byte[index], self.latency[index])
+
+    def times(self, factor: Any) -> "LinkRates":
+        """The rates of links on which messages take `factor` times as long; an array has a factor per link."""
+        return LinkRates(self.seconds_per_byte * factor, self.latency * factor)
 
     def occupied(self, num_bytes: Floats) -> Floats:
         """Seconds for which messages of these sizes occupy their links."""

@@ -58,10 +58,8 @@ class CostRates:
         before, after = np.append(ranks[:1], ranks[:-1]), np.append(ranks[1:], ranks[-1:])
         source = np.stack((before, ranks, ranks, after), axis=1)
         target = np.stack((ranks, before, after, ranks), axis=1)
-        links = problem.cluster.link_rates(source, target)
         # Between stages of one rank nothing is sent.
-        crosses = source != target
-        links = LinkRates(links.seconds_per_byte * crosses, links.latency * crosses)
+        links = problem.cluster.link_rates(source, target).times(source != target)
         return cls(
             problem.slowness_of[ranks],
             links,
@@ -93,7 +91,7 @@ class CostRates:
     @property
     def without_messages(self) -> "CostRates":
         """The same with messages that take no time."""
-        return replace(self, links=LinkRates(0 * self.links.seconds_per_byte, 0 * self.links.latency))
+        return replace(self, links=self.links.times(0))
 
     def message_seconds(self, links: LinkRates, num_bytes: Floats) -> Floats:
         """Returns the seconds that messages count for; a latency hidden by compute does not."""

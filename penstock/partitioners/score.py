@@ -112,18 +112,18 @@ class Score:
 
     def _latencies(self) -> Floats:
         """Latencies of a stage's messages in and out, and of the gradients for them."""
-        values, link = self.atoms.values, self.problem.cluster.link
+        values, rates = self.atoms.values, self.problem.cluster.link_rates
         value, source, target = self.sent
         waits = np.zeros(self.problem.cluster.ranks)
         for size, is_gradient in ((values.forward, False), (values.backward, True)):
             has_bytes = size[value] > 0
             # As in CostRates, all messages of a stage count as one to or from the stage beside it.
             for stages, step in ((target[has_bytes], -1), (source[has_bytes], 1)):
-                for stage in np.unique(stages):
-                    own, peer = self.ranks[stage], self.ranks[np.clip(stage + step, 0, self.num_stages - 1)]
-                    is_outgoing = (step > 0) != is_gradient
-                    pair = (own, peer) if is_outgoing else (peer, own)
-                    waits[own] += link(*pair).latency if own != peer else 0.0
+                stage = np.unique(stages)
+                own, peer = self.ranks[stage], self.ranks[np.clip(stage + step, 0, self.num_stages - 1)]
+                is_outgoing = (step > 0) != is_gradient
+                links = rates(own, peer) if is_outgoing else rates(peer, own)
+                np.add.at(waits, own, links.times(own != peer).latency)
         return waits
 
     @cached_property
