@@ -412,7 +412,7 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
             # A result for the whole batch: the same for all samples, or a mean or sum over samples.
             tensors: Any = results
             combined = [*tensors[:1]] if all(torch.equal(result, tensors[0]) for result in tensors) else []
-            if expected.is_floating_point() and not expected.dim():
+            if is_inexact(expected) and not expected.dim():
                 combined.append(sum(result * (size / sum(sizes)) for result, size in zip(tensors, sizes, strict=True)))
                 combined.append(sum(tensors))
             if not any(is_close(result, expected, rounding) for result in combined):

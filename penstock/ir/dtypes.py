@@ -16,3 +16,13 @@ TOLERANCES = {
     "bfloat16": 5e-2,
 }
 """how far apart the results of two runs of a model may be, relative to the largest entry; 0 for other dtypes"""
+
+
+def is_floating_point(name: str) -> bool:
+    """Whether its entries are rounded real numbers, as torch's `is_floating_point`; not for complex numbers."""
+    return name.startswith(("float", "bfloat"))
+
+
+def is_integer(name: str) -> bool:
+    """Whether its entries are integers, as token ids and labels are; not for bool, nor for quantized numbers."""
+    return name.startswith(("int", "uint"))

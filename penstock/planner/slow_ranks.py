@@ -26,6 +26,7 @@ from penstock.ir import (
     Profile,
     StageCosts,
     Trace,
+    is_integer,
     pass_seconds,
     seconds_text,
     stage_of,
@@ -57,7 +58,6 @@ MAX_PASSES = 10_000
 """passes of a plan above which a new search would take too long"""
 _WORTH = 0.02
 """share by which a new plan must shorten the step"""
-_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
         made = max((math.prod(value.spec.shape) for value in node.makes), default=0)
         # Input-only nodes run wherever they are read, and cost little. A node that reads integers looks up rows of its
         # matrix.
-        if node.from_inputs or any(plan.graph.spec(name).dtype in _INTEGERS for name in node.reads):
+        if node.from_inputs or any(is_integer(plan.graph.spec(name).dtype) for name in node.reads):
             return 0.0 if node.from_inputs else float(made)
         matrices = (shapes[name] for name in node.parameters if len(shapes.get(name, ())) > 1)
         return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))

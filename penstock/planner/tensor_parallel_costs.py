@@ -7,7 +7,7 @@ the degree, and its collectives are added to forward and backward. Values betwee
 
 from dataclasses import dataclass, replace
 
-from penstock.ir import Graph, LinkSpeed, Node, NodeCost, TensorSpec, Value, ring_seconds
+from penstock.ir import Graph, LinkSpeed, Node, NodeCost, TensorSpec, Value, is_floating_point, ring_seconds
 from penstock.planner.candidates import Measured
 
 _MOST_COLLECTIVES = 2.0
@@ -101,7 +101,7 @@ def _with_split_values(node: Node, degree: int) -> Node:
 def _gathered_bytes(graph: Graph, node: Node) -> int:
     """Bytes of the activations that a node gathers or scatters: those it reads or those it makes, if they are fewer."""
     made = sum(value.spec.bytes for value in node.makes)
-    read = sum(graph.spec(name).bytes for name in node.reads if graph.spec(name).dtype.startswith(("float", "bfloat")))
+    read = sum(spec.bytes for spec in map(graph.spec, node.reads) if is_floating_point(spec.dtype))
     return min(made, read) if read else made
 
 

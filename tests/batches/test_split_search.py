@@ -76,6 +76,15 @@ class Detector(Blocks):
         return {"loss": torch.stack(losses).mean(), "x": x}
 
 
+class ComplexMean(Blocks):
+    """Its only result is a complex mean; it does not notice if there are more labels than images."""
+
+    def forward(self, images: Tensor, labels: list[dict[str, Tensor]]) -> Tensor:
+        x = self.run(images.flatten(2).mean(2))
+        losses = [(one - label["boxes"]).square().mean() for one, label in zip(x, labels, strict=False)]
+        return torch.complex(torch.stack(losses).mean(), x.mean())
+
+
 class Positions(Blocks):
     """Has a position of three numbers for each token, as models of videos do."""
 
@@ -124,6 +133,11 @@ CASES = {
         Detector,
         {"images": [torch.rand(4, size, size) for size in (2, 3)], "labels": LABELS[:2]},
         {"images": "samples", "labels": "samples"},
+    ),
+    "a complex mean": (
+        ComplexMean,
+        {"images": IMAGES, "labels": [{"boxes": torch.rand(4, 4) * scale} for scale in (1, 9, 5, 2)]},
+        {"labels": "samples"},
     ),
     "positions": (Positions, {"ids": IDS, "positions": torch.rand(3, 2, 5)}, {"positions": 1}),
 }

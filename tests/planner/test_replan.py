@@ -29,8 +29,9 @@ def test_estimated_costs_sum_to_those_of_the_stages(cluster):
     assert found.backward == pytest.approx(costs.backward)
 
 
-def test_the_rows_of_an_embedding_are_looked_up():
-    words, vectors = Value("words", TensorSpec((4, 8), "int64")), Value("vectors", TensorSpec((4, 8, 16)))
+@pytest.mark.parametrize("dtype", ["int64", "uint16"])
+def test_the_rows_of_an_embedding_are_looked_up(dtype):
+    words, vectors = Value("words", TensorSpec((4, 8), dtype)), Value("vectors", TensorSpec((4, 8, 16)))
     weights = (Value("table", TensorSpec((1000, 16))), Value("matrix", TensorSpec((16, 16))))
     nodes = (
         Node("embedding", ("words",), (vectors,), ("table",)),
