@@ -1,7 +1,7 @@
 """Decides how the weights of microbatches are found: by counting, or by evaluating the loss in every step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,10 +110,10 @@ def evaluated_weights(loss: ProbedLoss, pieces: Sequence[Piece], step_number: in
     """The weights of a step from the gradients of its loss; None if no weights fit them."""
     parts = [Part(index, 0, size) for index, (_, size) in enumerate(pieces)]
     try:
-        probes = _probes(loss, parts, (step_number,), [])
+        probes = _probes(loss, parts, (step_number,), {})
         if probes[0].is_decisive and not all(probes[0].weights):
             # A gradient was zero: the part has no labels, or its outputs happen to be in a flat region of the loss.
-            probes += _probes(loss, parts, (step_number + 1,), [])
+            probes += _probes(loss, parts, (step_number + 1,), {})
     except PenstockError:
         raise
     except Exception:  # as above
@@ -126,7 +126,7 @@ def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tup
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
     pieces = _pieces(loss, parts)
     known = {count: count.weights(pieces) for count in candidates(pieces)}
-    probes = _probes(loss, parts, (2 * step_number, 2 * step_number + 1), list(known.values()))
+    probes = _probes(loss, parts, (2 * step_number, 2 * step_number + 1), known)
     weights = _combine_draws(probes)
     if weights is None:
         # A loss of NaN or 0 comes from a batch without labels, for which any weights are right. In either case the
@@ -153,9 +153,9 @@ def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tup
 
 
 def _probes(
-    loss: ProbedLoss, parts: Sequence[Part], draws: Sequence[int], known: Sequence[tuple[float, ...]]
+    loss: ProbedLoss, parts: Sequence[Part], draws: Sequence[int], known: Mapping[Count, tuple[float, ...]]
 ) -> list["Probe | _PairProbe"]:
-    """One probe for each draw; `known` are weights that will be compared with them."""
+    """One probe for each draw; `known` are counts whose weights will be compared with them."""
     probes: list[Probe | _PairProbe] = []
     is_large = loss.sample_size * sum(part.length for part in parts) > _MAX_TOGETHER
     for draw in draws:
@@ -184,10 +184,11 @@ class _PairProbe:
     same one, the pivot, so that the ratio of their two weights is the part's divisor relative to that of the pivot.
     """
 
-    def __init__(self, evaluate: Evaluate, num_parts: int, known: Sequence[tuple[float, ...]]) -> None:
+    def __init__(self, evaluate: Evaluate, num_parts: int, known: Mapping[Count, tuple[float, ...]]) -> None:
         self.loss = self.tolerance = 0.0
         self.is_decisive = False
-        self._fits = dict.fromkeys(known, True)
+        self._fits = dict.fromkeys(known.values(), True)
+        counts = {weights: count for count, weights in known.items()}
         self._is_consistent = True
         """whether the pairs agree with one another, and each with its own weights"""
         alone: dict[int, Evaluation] = {}
@@ -202,11 +203,10 @@ class _PairProbe:
                 shares.append(0.0)
                 continue
             self.is_decisive = True
-            for weights in self._fits:
-                # Weights of a mean are those among all parts: scaled to add up to 1 for the two.
+            for weights, count in counts.items():
+                # The weights among all parts are in proportion to the counts of these, which give those of the two.
                 pair = (weights[pivot], weights[other])
-                total = 1.0 if pair == (1.0, 1.0) else sum(pair) or 1.0
-                self._fits[weights] &= probe.fits((pair[0] / total, pair[1] / total))
+                self._fits[weights] &= probe.fits(count.weights_of(pair, sum(pair) or 1.0))
             pivot_weight, other_weight = probe.weights
             self._is_consistent &= probe.fits((pivot_weight, other_weight))
             if pivot_weight and other_weight:

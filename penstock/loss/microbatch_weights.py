@@ -1,4 +1,7 @@
-"""The weight of each microbatch's loss in the loss of the batch."""
+"""The weights of the microbatches of a step: which count they are computed from, and in which steps it is checked.
+
+The formula of the weights is `Count.weights_of` in reductions.py.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
