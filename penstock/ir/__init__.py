@@ -46,7 +46,7 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
+from penstock.ir.arguments import as_int, choices_text, find_named, is_finite, parse_bytes
 from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, MessageCpu, Overhead, Replicas, ring_seconds
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from numbers import Real
 from operator import index
@@ -78,6 +78,12 @@ def find_named(
     close = difflib.get_close_matches(wanted, known, n=1)
     hint = f"did you mean {known[close[0]]}? " if close else ""
     raise error(f"unknown {kind}", name=repr(name), hint=f"{hint}one of {', '.join(table)}")
+
+
+def choices_text(names: Iterable[str | None]) -> str:
+    """`"mean", "sum" or None`, for errors about an argument that must be one of these."""
+    *others, last = ("None" if name is None else f'"{name}"' for name in names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _normalize(name: str) -> str:

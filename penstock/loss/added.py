@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.errors import RunError
-from penstock.loss.reductions import SAMPLE_REDUCTIONS, choices
+from penstock.ir import choices_text
+from penstock.loss.reductions import SAMPLE_REDUCTIONS
 
 
 class Added(NamedTuple):
@@ -42,7 +43,7 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
         got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise RunError("an added loss must be one number in a tensor", got=got, hint="(0.01 * x.square()).mean()")
     if reduction is not None and reduction not in SAMPLE_REDUCTIONS:
-        hint = choices((*SAMPLE_REDUCTIONS, None))
+        hint = choices_text((*SAMPLE_REDUCTIONS, None))
         raise RunError("unknown reduction of an added loss", reduction=repr(reduction), hint=hint)
     if has_torch_function_unary(value):
         handle_torch_function(added_loss, (value,), value, reduction)

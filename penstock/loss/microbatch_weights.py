@@ -13,12 +13,13 @@ from torch import Tensor
 from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
+from penstock.ir import choices_text
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.probe import VALUE_FACTOR
-from penstock.loss.reductions import REDUCTIONS, Count, Piece, choices
+from penstock.loss.reductions import REDUCTIONS, Count, Piece
 from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
@@ -82,7 +83,7 @@ class LossWeights:
         """
         # A tuple, because a reduction of a wrong type may not be hashable.
         if reduction is not None and reduction not in tuple(REDUCTIONS):
-            raise RunError("unknown reduction", reduction=repr(reduction), hint=choices((*REDUCTIONS, None)))
+            raise RunError("unknown reduction", reduction=repr(reduction), hint=choices_text((*REDUCTIONS, None)))
         self.has_function = loss_fn is not None
         """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function

@@ -1,7 +1,7 @@
 """The reductions of losses: the weights of microbatches from counting samples, labels or a mask."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,12 +94,6 @@ REDUCTIONS = {count.kind: count for count in (Count("mean"), Count("tokens", ign
 """by the name that users give, the divisor of the loss"""
 SAMPLE_REDUCTIONS = tuple(name for name, count in REDUCTIONS.items() if not count.counts_entries)
 """those that count samples only, which losses of `add_loss` may have"""
-
-
-def choices(reductions: Iterable[str | None]) -> str:
-    """`"mean", "sum" or None`, for the hint of an error."""
-    *names, last = ("None" if name is None else f'"{name}"' for name in reductions)
-    return f"{', '.join(names)} or {last}"
 
 
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:

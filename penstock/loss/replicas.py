@@ -12,9 +12,9 @@ from torch import Tensor
 
 from penstock.batches import Microbatch
 from penstock.errors import RunError
-from penstock.ir import transform
+from penstock.ir import choices_text, transform
 from penstock.loss.find_weights import INSEPARABLE, Decision
-from penstock.loss.reductions import REDUCTIONS, Count, Piece, choices
+from penstock.loss.reductions import REDUCTIONS, Count, Piece
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12
@@ -91,7 +91,7 @@ def weights_among_replicas(
     raise RunError(
         "the replicas disagree about how the loss is averaged",
         reduction=reduction,
-        hint=f"reduction={choices(REDUCTIONS)}",
+        hint=f"reduction={choices_text(REDUCTIONS)}",
     )
 
 

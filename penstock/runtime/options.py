@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import RunError
-from penstock.ir import as_int, is_finite
+from penstock.ir import as_int, choices_text, is_finite
 
 NONFINITE = ("raise", "skip", "ignore")
 TRANSPORTS = ("auto", "shared", "distributed")
@@ -41,11 +41,12 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             got = repr(self.transport)
-            raise RunError('transport must be "auto", "shared" or "distributed"', got=got, hint='"auto"')
+            raise RunError(f"transport must be {choices_text(TRANSPORTS)}", got=got, hint='"auto"')
         if (as_int(self.max_active_stages) or 0) < 1:
             raise RunError("max_active_stages must be an integer of 1 or more", got=repr(self.max_active_stages))
         if self.nonfinite not in NONFINITE:
-            raise RunError('nonfinite must be "raise", "skip" or "ignore"', got=repr(self.nonfinite), hint='"skip"')
+            got = repr(self.nonfinite)
+            raise RunError(f"nonfinite must be {choices_text(NONFINITE)}", got=got, hint='"skip"')
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
             raise RunError(
                 "deadline_seconds must be a number above 0", deadline_seconds=repr(self.deadline_seconds), hint="60.0"
