@@ -11,7 +11,7 @@ from penstock.errors import PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, is_split_rule
 from penstock.loss import REDUCTIONS
 from penstock.planner import check_stream
-from penstock.runtime import INPUTS, GradScaler, RunOptions
+from penstock.runtime import INPUTS, TENSOR, GradScaler, RunOptions
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -56,7 +56,7 @@ def check_execution(mesh: object, local: object, parallelize_fn: object) -> None
         hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
         raise RunError("mesh must be a DeviceMesh", got=shown(mesh), hint=hint)
     names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and "tp" in names and mesh["tp"].size() > 1:
+    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and TENSOR in names and mesh[TENSOR].size() > 1:
         hint = "a parallelize_fn that calls parallelize_module(stage, mesh['tp'], ...), or an axis 'dp' of replicas"
         raise RunError("an axis 'tp' needs a parallelize_fn, which splits the stages along it", hint=hint)
     if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):

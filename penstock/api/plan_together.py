@@ -17,7 +17,7 @@ from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError, PlanError, RunError
 from penstock.ir import Cluster, Plan, Replicas, from_json, to_json
 from penstock.launch import host_id, one_line
-from penstock.runtime import mesh_sizes
+from penstock.runtime import EXPERTS, PIPELINE, REPLICAS, mesh_sizes
 
 _GROUP_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the plan of the first; its death is noticed at once
 _HOST_BYTES, _CORE_BYTES = 4, 128  # of the id of a host, and of a bit mask of cores
@@ -60,11 +60,11 @@ def plan_together(
     is_first = dist.get_rank() == ranks[0]
     # A separate group, because planning may take longer than the timeout of the training group.
     control = dist.new_group(ranks, _GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
-    pipeline = group if mesh is None else mesh.get_group("pp")
+    pipeline = group if mesh is None else mesh.get_group(PIPELINE)
     cluster = measure_links(pipeline, memory=memory, progress=None if is_first else False)
     if num_replicas > 1:
         # All pipelines measure at once, as they will communicate.
-        axis = "dp" if "dp" in mesh.mesh_dim_names and mesh["dp"].size() > 1 else "ep"
+        axis = REPLICAS if REPLICAS in mesh.mesh_dim_names and mesh[REPLICAS].size() > 1 else EXPERTS
         between = measure_links(mesh.get_group(axis), progress=False).links
         bandwidths = [link.bandwidth for link in between if link.bandwidth is not None]
         slowest = min(bandwidths, default=None)

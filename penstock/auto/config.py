@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.capture import Granularity
 from penstock.errors import PlanError
 from penstock.ir import as_int
+from penstock.runtime import PIPELINE, REPLICAS, TENSOR
 from penstock.schedules import find
 
 
@@ -106,15 +107,15 @@ class AutoPipelineConfig:
         mesh, replicas = self.world_mesh, self.own_dp_axis_names
         names = tuple(mesh.mesh_dim_names or ())
         tensor = () if self.tp_axis_name is None else (self.tp_axis_name,)
-        usual = {"pp", *(("dp",) if replicas else ()), *(("tp",) if tensor else ())}
-        if self.pp_axis_name == "pp" and replicas in ((), ("dp",)) and tensor in ((), ("tp",)) and set(names) <= usual:
+        expected = (*((REPLICAS,) if replicas else ()), PIPELINE, *((TENSOR,) if tensor else ()))
+        if (*replicas, self.pp_axis_name, *tensor) == expected and set(names) <= set(expected):
             return mesh
         order = [names.index(name) for name in (*replicas, self.pp_axis_name, *tensor)]
         rest = [axis for axis in range(len(names)) if axis not in order]
         moved = mesh.mesh.permute(*order, *rest)
         sizes = [math.prod(moved.shape[: len(replicas)]), self.num_ranks, *(mesh[name].size() for name in tensor)]
-        shared = ("tp",) if tensor else ()
-        return DeviceMesh(mesh.device_type, moved.reshape(sizes), mesh_dim_names=("dp", "pp", *shared))
+        shared = (TENSOR,) if tensor else ()
+        return DeviceMesh(mesh.device_type, moved.reshape(sizes), mesh_dim_names=(REPLICAS, PIPELINE, *shared))
 
     def _check_meshes(self) -> None:
         """Raise PlanError for a mesh without the named axes, or with axes that the pipeline would ignore."""

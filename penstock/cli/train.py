@@ -207,6 +207,7 @@ class PlanChoice:
         """The plan for the running process group; collective: the same on every rank."""
         import penstock
         from penstock.launch import use_local_device
+        from penstock.runtime import PIPELINE
 
         replicas = self._job.flags.replicas
         if replicas > 1:
@@ -216,7 +217,7 @@ class PlanChoice:
             ranks //= replicas
         device = None if self._job.flags.device is None else use_local_device(self._job.flags.device)
         mesh = job_mesh(self._job.flags, ranks)
-        group = None if mesh is None else mesh.get_group("pp")
+        group = None if mesh is None else mesh.get_group(PIPELINE)
         fewest = self._job.checkpoints.min_ranks
         if fewest is not None and ranks < fewest:
             raise PenstockError("fewer ranks are running than --min-ranks", ranks=ranks, min_ranks=fewest)

@@ -26,7 +26,7 @@ from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_pa
 from penstock.hf.settings import check_options, check_plan_choices, check_ranks, check_settings, out_of_memory
 from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
-from penstock.runtime import RunOptions, balanced_shares
+from penstock.runtime import PIPELINE, REPLICAS, RunOptions, balanced_shares
 
 _STATE = "pipeline"
 """the directory in a checkpoint that holds the state of the training"""
@@ -99,7 +99,7 @@ class PipelineMixin:
         granularity: dict[str, Any] = {"depth": depth, "basic_blocks": basic_blocks}
         self._granularity, self._mesh = Granularity(**granularity), None
         if replicas > 1:
-            self._mesh = init_device_mesh(args.device.type, (replicas, ranks), mesh_dim_names=("dp", "pp"))
+            self._mesh = init_device_mesh(args.device.type, (replicas, ranks), mesh_dim_names=(REPLICAS, PIPELINE))
         self._pipe_options = {"local": local, "options": options, "scaler": self._scaler, "mesh": self._mesh}
         self._pipe_options |= granularity
         self._prepare_model()
@@ -252,7 +252,7 @@ class PipelineMixin:
             shares = balanced_shares(splitter.whole(batch), self._budget["budget_tokens"], self._replicas)
         else:
             shares = list(splitter.split(batch, self._replicas))
-        return inputs if len(shares) < self._replicas else shares[self._mesh.get_local_rank("dp")].kwargs
+        return inputs if len(shares) < self._replicas else shares[self._mesh.get_local_rank(REPLICAS)].kwargs
 
     def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
         """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""
@@ -296,7 +296,7 @@ class PipelineMixin:
         self._pipeline_model.backward()
         loss = loss.detach().to(self.args.device)
         if self._mesh is not None:
-            dist.all_reduce(loss, group=self._mesh.get_group("dp"))
+            dist.all_reduce(loss, group=self._mesh.get_group(REPLICAS))
             loss /= self._replicas
         return loss
 

@@ -50,7 +50,7 @@ from penstock.runtime.gradients import (
     clip,
     global_norm,
 )
-from penstock.runtime.groups import ProcessGroups, mesh_sizes
+from penstock.runtime.groups import EXPERTS, PIPELINE, REPLICAS, TENSOR, ProcessGroups, mesh_sizes
 from penstock.runtime.initial_weights import check_tied_weights
 from penstock.runtime.inputs import INPUTS
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning, check_gradient, checked_loss

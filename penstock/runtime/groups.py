@@ -15,6 +15,7 @@ from penstock.errors import RunError
 from penstock.runtime.monitor import RankMonitor
 
 PIPELINE, REPLICAS, EXPERTS, TENSOR = "pp", "dp", "ep", "tp"
+"""the names of the axes of a mesh"""
 _REPLICA_AXES = (REPLICAS, EXPERTS)
 """the axes along which ranks train on different batches"""
 _AXES = (PIPELINE, *_REPLICA_AXES, TENSOR)
