@@ -1,10 +1,10 @@
 """TrainOptions: the options of a training loop, which are also flags of `penstock train`. Does not load torch."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 from penstock.errors import PenstockError
 
@@ -21,6 +21,7 @@ class Flag(NamedTuple):
     metavar: str
     help: str
     min: int | None = None
+    """of a whole number: the smallest one"""
 
 
 class LogTarget(NamedTuple):
@@ -70,12 +71,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         from penstock.ir import as_int, is_finite  # loads numpy, which `penstock --help` must not
 
-        for name, least in (("steps", 1), ("accumulate", 1), ("budget_tokens", 1), ("warmup", 0), ("eval_every", 1)):
-            value = getattr(self, name)
+        for each in fields(self):
+            name, value, least = each.name, getattr(self, each.name), get_args(each.type)[1].min
+            if least is None or (value is None and each.default is None):
+                continue
             number = as_int(value)
-            if (number is None or number < least) and not (
-                value is None and name in ("steps", "budget_tokens", "eval_every")
-            ):
+            if number is None or number < least:
                 raise PenstockError(
                     f"{name} must be a whole number, {least} or more", got=repr(value), hint=f"{name}={max(least, 1)}"
                 )

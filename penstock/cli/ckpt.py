@@ -1,6 +1,6 @@
 """`penstock ckpt`: list, verify, show and export checkpoints."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,15 +101,16 @@ def _contents(directory: Path) -> dict[str, Any]:
 
     with CheckpointReader(directory) as checkpoint, checkpoint.documents():
         manifest = checkpoint.manifest
+        # Shown in another form: the bytes of all files together, and tensors and tied names at the end.
+        others = asdict(replace(manifest, files={}, tensors={}, tied=()))
+        del others["files"], others["tensors"], others["tied"]
         schedulers = checkpoint.stems("scheduler")
         return {
             "checkpoint": str(checkpoint.directory),
-            "step": manifest.step,
-            "written": manifest.written,
+            **{name: others.pop(name) for name in ("step", "written")},
             "bytes": manifest.total_bytes,
-            "plan": asdict(manifest.plan),
-            "versions": dict(manifest.versions),
-            "model": manifest.model,
+            **{name: others.pop(name) for name in ("plan", "versions", "model")},
+            **others,
             "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
             "scheduler": checkpoint.json_object(schedulers[0]) if schedulers else None,
             **{name: value for name, value in checkpoint.json_object(RUN).items() if value is not None},

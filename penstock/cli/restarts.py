@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +27,9 @@ def check_checkpoints(flags: CheckpointFlags, ranks: int | None, attempt: int) -
     from penstock.launch import parse_faults
 
     if flags.checkpoint is None:
-        names = ("resume", "min_ranks", "every", "keep", "asynchronous", "restarts")
-        given = [name for name in names if getattr(flags, name) != getattr(CheckpointFlags, name)]
+        # Faults are injected in runs without checkpoints too.
+        needing = [each for each in fields(flags) if each.name not in ("checkpoint", "fault")]
+        given = [each.name for each in needing if getattr(flags, each.name) != each.default]
         if given:
             flag = f"--{given[0].replace('_', '-')}"
             raise PenstockError(f"{flag} needs --checkpoint", hint=f"--checkpoint DIRECTORY {flag} ...")
