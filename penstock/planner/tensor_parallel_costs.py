@@ -6,8 +6,19 @@ the degree, and its collectives are added to forward and backward. Values betwee
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from penstock.ir import Graph, LinkSpeed, Node, NodeCost, TensorSpec, Value, is_floating_point, ring_seconds
+from penstock.ir import (
+    NODE_SECONDS,
+    Graph,
+    LinkSpeed,
+    Node,
+    NodeCost,
+    TensorSpec,
+    Value,
+    is_floating_point,
+    ring_seconds,
+)
 from penstock.planner.candidates import Measured
 
 _MOST_COLLECTIVES = 2.0
@@ -114,13 +125,18 @@ def _split_cost(cost: NodeCost, degree: int, forward: float, backward: float, ov
     memory, saved = cost.memory, cost.saved
     if not cost.backward:
         backward = 0.0
+    collectives = {
+        "forward": forward,
+        "backward": backward,
+        # The first layer has no input gradient: its collectives are in the weight gradient.
+        "input_grad" if cost.input_grad else "weight_grad": backward,
+    }
+    seconds: dict[str, Any] = {
+        name: with_collectives(getattr(cost, name), collectives.get(name, 0.0)) for name in NODE_SECONDS
+    }
     return replace(
         cost,
-        forward=with_collectives(cost.forward, forward),
-        backward=with_collectives(cost.backward, backward),
-        input_grad=with_collectives(cost.input_grad, backward if cost.input_grad else 0.0),
-        # The first layer has no input gradient: its collectives are in the weight gradient.
-        weight_grad=with_collectives(cost.weight_grad, 0.0 if cost.input_grad else backward),
+        **seconds,
         memory=replace(
             memory,
             kept=memory.kept // degree,
