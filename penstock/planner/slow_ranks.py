@@ -9,7 +9,7 @@ its usual ratio to its peers so far.
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +58,8 @@ MAX_PASSES = 10_000
 """passes of a plan above which a new search would take too long"""
 _WORTH = 0.02
 """share by which a new plan must shorten the step"""
+_FIELDS_OF_COMMAND = ("ranks", "memory", "latency", "bandwidth", "cores", "slowness", "overhead")
+"""the fields of a Cluster that `penstock plan` has options for, or measures itself"""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,8 @@ def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPL
 def plan_command(plan: Plan, slowness: tuple[float, ...]) -> str:
     """Returns the command, or the call where the command line has no options for it, to plan for that slowness."""
     cluster, factors = plan.cluster, ",".join(f"{factor:g}" for factor in slowness)
-    if cluster.links or cluster.replicas.count > 1:
+    others = [each for each in fields(cluster) if each.name not in (*_FIELDS_OF_COMMAND, "replicas")]
+    if cluster.replicas.count > 1 or any(getattr(cluster, each.name) != each.default for each in others):
         return f"penstock.plan(..., ranks=dataclasses.replace(plan.cluster, slowness=({factors})))"
     schedule = _asked_schedule(plan)
     options = {

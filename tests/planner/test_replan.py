@@ -61,8 +61,9 @@ def test_the_command_repeats_the_options_of_the_plan():
     assert "--schedule" not in plan_command(plan, SLOWNESS)
 
 
-def test_options_that_the_command_line_lacks_are_shown_in_python():
-    plan = plan_of(Cluster(4, links=(Link(0, 1, 1e-3),)))
+@pytest.mark.parametrize("cluster", [Cluster(4, links=(Link(0, 1, 1e-3),)), Cluster(4, overlap=0.5)])
+def test_options_that_the_command_line_lacks_are_shown_in_python(cluster):
+    plan = plan_of(cluster)
     words = "penstock.plan(..., ranks=dataclasses.replace(plan.cluster, slowness=(1,1,1.8,1)))"
     assert plan_command(plan, SLOWNESS) == words
 
