@@ -293,6 +293,10 @@ def test_the_page_of_schedules_states_the_stages_per_rank() -> None:
     assert stated == {name: "/".join(map(str, member.choices)) or "any" for name, member in SCHEDULES.items()}
 
 
+def test_the_readme_states_the_number_of_schedules() -> None:
+    assert f"[{len(SCHEDULES)} schedules](docs/schedules.md)" in text_of(README)
+
+
 def test_the_page_of_schedules_has_a_section_for_each() -> None:
     assert re.findall(r"^## (\S+)$", text_of(DOCS / "schedules.md"), re.MULTILINE) == list(SCHEDULES)
 

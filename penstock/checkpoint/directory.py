@@ -228,7 +228,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
 
 
 class CheckpointSummary(NamedTuple):
-    """One line of `penstock ckpt list`."""
+    """One line of `penstock ckpt ls`."""
 
     name: str
     written: str = ""

@@ -7,7 +7,7 @@ its name to TRANSPORTS in `penstock/runtime/options.py`. Files in reading order:
     local.py           all ranks in one process
     distributed.py     torch.distributed: gloo, NCCL
     shared_memory.py   ranks on the CPUs of one host; ring.py: the memory; links.py: the sockets that pass and watch it
-    described.py       messages that begin with shapes and dtypes, for hand-written stages; around another transport
+    described.py       messages with a header of shapes and dtypes, for hand-written stages; over the gloo group
 """
 
 import logging
