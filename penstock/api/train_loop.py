@@ -162,7 +162,8 @@ def fit(
             a mapping from names to arguments. Replicas take their shares of the samples of every batch.
         optimizer: the optimizer of `pipe.parameters()`
         options: steps, clipping, accumulation, precision, learning rate, evaluation and logs
-        eval_batches: batches to evaluate, or a function that returns them; their losses are averaged over samples
+        eval_batches: batches to evaluate, or a function that returns them; the result is the mean of their losses, each
+            weighted by its number of samples
         callbacks: functions that are called with a TrainEvent, on every rank
         checkpoints: where and how often to save, and what to resume from; `resume="auto"` resumes from the newest
             checkpoint of the directory, if there is one
