@@ -489,7 +489,7 @@ class AsyncEngine(Engine):
                 if monitor is None:
                     execute_local(chunk.rank_programs, times)
                 else:
-                    execute(chunk.rank_programs[0], monitor.working, times[0] if times else None)
+                    execute(chunk.rank_programs[0], monitor.action_reporter, times[0] if times else None)
         finally:
             self._stream_runner.step, self._stream_runner.window = None, ()
         # Later chunks use at most the last `num_ranks - 1` microbatches.

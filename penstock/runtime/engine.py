@@ -397,7 +397,7 @@ class Engine:
             ).on_all_ranks()
         self._min_recordings = int(most)
         if self._min_recordings and self._groups.monitor is not None:
-            self._groups.monitor.building()
+            self._groups.monitor.preparing()
 
     def _begin_with_own_batch(
         self, batch: Batch, request: SyncRequest, is_training: bool
@@ -474,7 +474,7 @@ class Engine:
             # The signature is new to at least one replica: all ranks agree on the step that they derive from it.
             new = SyncRequest("the shapes of a batch", request.step)
             if groups.monitor is not None:
-                groups.monitor.building()
+                groups.monitor.preparing()
             with self._sync.errors_on_all_ranks(new):
                 split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
                 compiled = self._compiled(split, is_training)
@@ -539,7 +539,7 @@ class Engine:
                     execute_local(compiled.rank_programs, times)
                 else:
                     (program,) = compiled.rank_programs
-                    execute(program, monitor.working, times[0] if times else None, self._exchange_remaining)
+                    execute(program, monitor.action_reporter, times[0] if times else None, self._exchange_remaining)
                 for program in compiled.rank_programs:
                     for slot in program.send_slots:
                         slot.finish()
@@ -788,7 +788,10 @@ def generators_restored() -> Iterator[None]:
 
 
 def mix_seed(*numbers: int) -> int:
-    """A 63-bit seed in which every bit depends on all numbers and their order (the finisher of splitmix64)."""
+    """A 63-bit seed in which every bit depends on all numbers and their order.
+
+    Multiplies by the constants of splitmix64's finalizer, with other shifts.
+    """
     state = 0x9E3779B97F4A7C15
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK

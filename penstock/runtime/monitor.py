@@ -39,12 +39,12 @@ class RankMonitor:
     def __init__(
         self,
         ranks: Sequence[int],
-        replicas: Sequence[int],
+        watched: Sequence[int],
         deadline_seconds: float,
         setting: str = "RunOptions(deadline_seconds=...), or --deadline",
         backend: str | None = None,
     ) -> None:
-        """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks.
+        """`ranks` are those of the pipeline and `watched` further ones to watch for failures, both as global ranks.
 
         `setting` is the option that sets the deadline, for error messages; `backend` that of the messages, by default
         that of the default group.
@@ -52,7 +52,7 @@ class RankMonitor:
         self._ranks = tuple(ranks)
         exit_with_agent()
         self._status = StatusFile.create(shared_status_directory(), dist.get_rank(), dist.get_world_size())
-        self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}), setting)
+        self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *watched}), setting)
         self._deadline_seconds = deadline_seconds
         self._warm: set[bool] = set()
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
@@ -70,7 +70,7 @@ class RankMonitor:
     def wait(self, work: Any) -> None:
         """Wait for an operation of torch.distributed, at most until the deadline.
 
-        In a first step the deadline counts from the moment at which no rank is building the step or computing.
+        In a first step the deadline counts from the moment at which no rank is preparing the step or computing.
         """
         if not self._is_first_step:
             work.wait(self.deadline)
@@ -95,10 +95,10 @@ class RankMonitor:
             raise RuntimeError("timed out")
 
     def _check_idle(self, start: float) -> None:
-        """Raise a RuntimeError if no rank is building its first step or computing."""
+        """Raise a RuntimeError if no rank is preparing its first step or computing."""
         if min(time.monotonic() - start, self._watcher.idle_seconds()) > self._deadline_seconds:
             self._watcher.deadline_seconds = self._deadline_seconds
-            raise RuntimeError("timed out: no rank is building or computing")
+            raise RuntimeError("timed out: no rank is preparing or computing")
 
     @property
     def directory(self) -> Path:
@@ -106,30 +106,30 @@ class RankMonitor:
         return self._status.directory
 
     @property
-    def working(self) -> Callable[[int], None]:
-        """Called with the code of each action that this rank is about to run in the current step."""
+    def action_reporter(self) -> Callable[[int], None]:
+        """A function that reports the action of the current step that this rank is about to run, given its code."""
         return partial(self._status.working, self.step)
 
     def waiting(self, code: int, peer: int) -> None:
-        """This rank waits for a message from or to pipeline rank `peer`."""
+        """Report that this rank waits for a message from or to pipeline rank `peer`."""
         self._status.waiting(self.step, code, self._ranks[peer])
 
     def syncing(self, request: str, step: int) -> None:
-        """This rank waits for all others to join a rank sync."""
+        """Report that this rank waits for all others to join a rank sync."""
         self.step = step
         self._status.syncing(step, sync_point_code(request))
 
     def idle(self) -> None:
-        """A call other than a step is over."""
+        """Report that this rank runs no operation."""
         self._is_first_step = False
         self._status.idle(max(self.step - 1, 0))
 
-    def building(self) -> None:
-        """This rank prepares its stages or a new kind of step, for which others wait in their first step."""
+    def preparing(self) -> None:
+        """Report that this rank prepares its stages or a new kind of step; others wait for it in their first step."""
         self._status.preparing(self.step)
 
     def step_started(self, step: int, is_training: bool) -> None:
-        """A step begins. The caller has handled any earlier failure, so its report is cleared."""
+        """Report that a step begins. The caller has handled any earlier failure, so its report is cleared."""
         self.step, self.has_lost_contact = step, False
         self._set_deadline(is_first=is_training not in self._warm)
         self._is_first_step = is_training not in self._warm and self._can_wait_in_thread
@@ -138,14 +138,14 @@ class RankMonitor:
             self._status.recovered()
 
     def step_finished(self, is_training: bool) -> None:
-        """A step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
+        """Report that a step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
         self._warm.add(is_training)
         self._is_first_step = False
         self._set_deadline(is_first=False)
         self._status.idle(self.step if is_training else max(self.step - 1, 0))
 
     def step_failed(self, error: BaseException) -> None:
-        """A step failed on this rank only: publish the error for the other ranks."""
+        """Report the error of a step that failed on this rank only to the other ranks."""
         self._is_first_step = False
         self._status.failed(ErrorReport.of(error, self._status.rank).to_json(MAX_FAILURE_BYTES))
 

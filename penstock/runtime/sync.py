@@ -126,7 +126,7 @@ class RankSync:
         self._pipeline_id = int(number)
         RankSync._next_pipeline = self._pipeline_id + 1
         if self._groups.monitor is not None:
-            self._groups.monitor.building()
+            self._groups.monitor.preparing()
         return largest == -smallest
 
     def beside(self, number: int) -> "RankSync":

@@ -295,7 +295,7 @@ class UserStageEngine:
         runner.expected = specs.sent if specs else None
         self._described.call = number
         try:
-            execute(compiled, monitor.working)
+            execute(compiled, monitor.action_reporter)
             for slot in compiled.send_slots:
                 slot.finish()
             runner.finish()
