@@ -40,7 +40,8 @@ class FakeGroup:
 class FakeMonitor:
     """Ignores reports of waits."""
 
-    deadline = timedelta(seconds=1)
+    def wait(self, work: Work) -> None:
+        work.wait(timedelta(seconds=1))
 
     def waiting(self, code: int, peer: int) -> None:
         """No-op."""

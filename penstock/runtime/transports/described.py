@@ -18,7 +18,6 @@ from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import HOST, to_device, to_host
-from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 
 HEADER_BYTES = 4096
@@ -52,12 +51,11 @@ class DescribedTransport(Transport):
 
     def wait(self, works: Sequence[Any], route: Route) -> None:
         """Wait for parts of a message, at most until the deadline."""
-        monitor: RankMonitor = self.monitor
         try:
             for work in works:
-                work.wait(monitor.deadline)
+                self.monitor.wait(work)
         except RuntimeError as error:
-            raise monitor.message_error(route.code, route.peer, error) from error
+            raise self.monitor.message_error(route.code, route.peer, error) from error
 
 
 class _SendSlot(SendSlot):

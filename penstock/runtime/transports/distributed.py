@@ -70,7 +70,7 @@ class _SendSlot(SendSlot):
         packed = []
         for codec, tensor in zip(codecs, tensors, strict=True):
             if not codec.is_empty:
-                packed.append(codec.prepare(tensor, transport.device).contiguous())
+                packed.append(codec.pack(tensor, transport.device))
         if transport.is_staged:
             packed = to_host(packed, transport.device)
         if self._has_flags:
