@@ -110,7 +110,7 @@ def first_difference(
                     f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
                 )
             if first.startswith(MODEL_LINE) or other.startswith(MODEL_LINE):
-                return _different_models(first, other, kind, rank)
+                return _different_models(first, other, kind, (ranks[0], rank))
             values: dict[str, object] = {f"{kind}_{ranks[0]}": first, f"{kind}_{rank}": other}
             edge = next((line for line in (first, other) if line.startswith(_STAGES)), "")
             if edge:
@@ -125,8 +125,8 @@ def first_difference(
     return None
 
 
-def _different_models(first: str, other: str, kind: str, rank: int) -> RunError:
-    """The error for two lines that describe parts of a model, with their first difference."""
+def _different_models(first: str, other: str, kind: str, ranks: tuple[int, int]) -> RunError:
+    """The error for the lines of two ranks that describe parts of a model, with their first difference."""
     place, _, text = first.removeprefix(MODEL_LINE).partition(": ")
     other_place, _, other_text = other.removeprefix(MODEL_LINE).partition(": ")
     shown = (first.removeprefix(MODEL_LINE), other.removeprefix(MODEL_LINE))
@@ -137,7 +137,7 @@ def _different_models(first: str, other: str, kind: str, rank: int) -> RunError:
     elif place == other_place:
         pairs = zip_longest(text.split(SEPARATOR), other_text.split(SEPARATOR), fillvalue="nothing")
         shown = next(pair for pair in pairs if pair[0] != pair[1])
-    values = dict(zip((f"{kind}_0", f"{kind}_{rank}"), shown, strict=True))
+    values = dict(zip((f"{kind}_{rank}" for rank in ranks), shown, strict=True))
     return RunError(
         f"the {kind}s have different models",
         where=place,

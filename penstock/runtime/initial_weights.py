@@ -84,9 +84,9 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
     checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
     if len(set(checksums)) > 1:
         other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])
-        if other % groups.num_tensor_ranks:
-            problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, other)}
+        replica, tensor_rank = divmod(other, groups.num_tensor_ranks)
+        if tensor_rank:
+            problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, tensor_rank)}
         else:
-            ranks = {"replicas": (0, other // groups.num_tensor_ranks)}
-            problem = "the replicas start with different weights"
+            problem, ranks = "the replicas start with different weights", {"replicas": (0, replica)}
         raise RunError(problem, **ranks, hint=_HINT)

@@ -82,3 +82,9 @@ def test_another_order_of_actions_is_a_difference():
         [Agreement.of_step(PROGRAM, ours, "train").lines, Agreement.of_step(other, ours, "train").lines]
     )
     assert "program of" in str(problem)
+
+
+def test_a_difference_between_models_names_the_ranks_that_were_compared():
+    lines = [["model blocks.0: Linear; weight [4, 4]"], ["model blocks.0: Linear; weight [4, 8]"]]
+    problem = str(first_difference(lines, ranks=[2, 5]))
+    assert "where: blocks.0, rank 2: weight [4, 4], rank 5: weight [4, 8]" in problem

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional
 import penstock
 from penstock import AutoPipeline, AutoPipelineConfig
 from penstock.errors import PenstockError, RunError
+from penstock.runtime.initial_weights import check_replica_weights
 from tests.auto.models import batches, decoder, mean_loss
 from tests.plans import quick_plan
 
@@ -378,4 +380,13 @@ def test_mistakes_with_tensor_parallel_ranks_are_refused_on_every_rank(pools):
         assert "differs between tensor-parallel ranks" in norms
         assert "disagree about the values that pass between the stages" in parts
         assert "mixed torch.Tensor and DTensor" in dtensors
-        assert "tensor-parallel ranks start with different weights" in weights
+        assert "tensor-parallel ranks start with different weights (tensor ranks: (0, 1))" in weights
+
+
+def test_different_weights_name_the_tensor_rank_within_its_replica():
+    # Two replicas of two tensor-parallel ranks: the last one differs.
+    groups = SimpleNamespace(
+        peers=object(), num_tensor_ranks=2, gather=lambda x: x, gather_peers=lambda _: torch.tensor([1, 1, 1, 2])
+    )
+    with pytest.raises(RunError, match=r"\(tensor ranks: \(0, 1\)\)"):
+        check_replica_weights(groups, [nn.Linear(2, 2)])
