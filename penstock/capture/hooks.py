@@ -1,4 +1,4 @@
-"""Intercepts calls of modules while recording, and disables the user's hooks."""
+"""Intercepts calls of modules, autograd functions and scripted functions while recording; disables the user's hooks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -6,7 +6,7 @@ The files of one training step, in the order in which it enters them:
     step.py              the data of a step, its Result, and the gradients and buffers before it
     inputs.py            sends the batch from the first rank, with inputs="first"; broadcast.py: nested structures
     token_budget.py      microbatches of similar lengths, with budget_tokens
-    sync.py              votes of all ranks at the begin and the end; agreement.py: what they must agree on
+    sync.py              votes of all ranks at the beginning and end of a step; agreement.py: what they must agree on
     batch_comparison.py  compares the batches of ranks
     step_compiler.py     the actions of this rank as calls
     executor.py          runs these calls; StageRunner: forward, backward and weight gradient of a stage
