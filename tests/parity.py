@@ -94,9 +94,9 @@ class StagedModel:
         self._partition, self._is_split = partition, is_split
 
     @cached_property
-    def sequence(self) -> stages.Sequence:
+    def sequence(self) -> stages.StageSequence:
         """The stages; of a model that was planned and not yet recorded, they exist after the first step."""
-        return stages.Sequence(self._captured, self._partition, self._is_split)
+        return stages.StageSequence(self._captured, self._partition, self._is_split)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Forward and backward of all stages."""

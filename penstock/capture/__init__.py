@@ -72,7 +72,6 @@ from penstock.capture.objects import (
     user_line,
 )
 from penstock.capture.random_draws import DrawSeed
-from penstock.capture.record_forward import make_recording
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.split_output_layer import (

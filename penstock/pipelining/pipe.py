@@ -16,7 +16,7 @@ from penstock.errors import PartitionError, RunError
 from penstock.ir import Graph, Partition
 from penstock.partitioners import cut_at
 from penstock.pipelining.stage import PipelineStage, build_stage
-from penstock.stages import CutModel, Ownership, Stage
+from penstock.stages import Ownership, PartitionedModel, Stage
 
 _SPLIT = "split"
 _events: list[tuple[str, str]] | None = None
@@ -154,27 +154,20 @@ class TracedStage(Stage):
     model. A value that skips stages is passed on by the stages between.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        partition: Partition,
-        index: int,
-        recomputes: bool = False,
-        cut: CutModel | None = None,
-    ) -> None:
-        super().__init__(captured, partition, index, recomputes, cut)
+    def __init__(self, partitioned: PartitionedModel, index: int) -> None:
+        super().__init__(partitioned, index)
         self._recordings: dict[bool, Recording] = {}
         self._passed: dict[Recording, tuple[tuple[str, ...], ...]] = {}
         """by recording and stage, the names of the values that the stage passes to the next one"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the stage. Only the first takes keyword arguments; it passes on those that later stages read."""
-        captured, index = self._captured[0], self.stage_index
+        captured, index = self._partitioned.captured, self.stage_index
         recording = self._example_recording()
         graph = recording.graph
         passed = self._passed.get(recording)
         if passed is None:
-            partition = Ownership(captured.graph, self._partition).fit(graph)
+            partition = Ownership(captured.graph, self._partitioned.partition).fit(graph)
             passed = self._passed[recording] = _passed_values(graph, partition)
         if index == 0:
             values = captured.inputs(args, kwargs)
@@ -192,7 +185,7 @@ class TracedStage(Stage):
         inputs = {name: value for name, value in values.items() if name not in graph.makers}
         incoming = {name: value for name, value in values.items() if name in graph.makers}
         values |= super().forward(recording, inputs, incoming)
-        if index == self._partition.num_stages - 1:
+        if index == self._partitioned.partition.num_stages - 1:
             return captured.output(recording, values)
         sent = tuple(values[name] for name in passed[index])
         return sent[0] if len(sent) == 1 else sent
@@ -201,7 +194,7 @@ class TracedStage(Stage):
         """The recording of the example for the present mode (train or eval), made in the first forward of a mode."""
         mode = self.training
         if mode not in self._recordings:
-            captured = self._captured[0]
+            captured = self._partitioned.captured
             modes = [(module, module.training) for module in captured.model.modules()]
             captured.model.train(mode)
             try:
@@ -214,7 +207,7 @@ class TracedStage(Stage):
     def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise a RunError if the first stage was not recorded for arguments of these shapes."""
         recording = self._example_recording()
-        values = self._captured[0].inputs(args, kwargs)
+        values = self._partitioned.captured.inputs(args, kwargs)
         known = {value.name for value in recording.graph.inputs}
         if values.keys() != known:
             raise RunError(
@@ -284,8 +277,8 @@ class Pipe:
     def __init__(self, captured: Captured, partition: Partition) -> None:
         partition.check(captured.graph)
         self._captured, self._partition = captured, partition
-        cut = CutModel(captured, partition)
-        self._stages = [TracedStage(captured, partition, index, cut=cut) for index in range(partition.num_stages)]
+        partitioned = PartitionedModel(captured, partition)
+        self._stages = [TracedStage(partitioned, index) for index in range(partition.num_stages)]
         self.num_stages = partition.num_stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

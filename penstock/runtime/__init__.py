@@ -38,10 +38,10 @@ Other ways to train:
 """
 
 from penstock.runtime.agreement import Agreement, checksum, first_difference
-from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
+from penstock.runtime.asynchronous import AsyncEngine, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.engine import Engine
-from penstock.runtime.executor import RankProgram, located_error, watch_step
+from penstock.runtime.executor import RankProgram, watch_step
 from penstock.runtime.gradients import (
     ReplicaReducer,
     TiedParameter,
@@ -62,18 +62,8 @@ from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
-from penstock.runtime.step_compiler import message_key
-from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncVote
 from penstock.runtime.tensor_json import FindTensor, NamedTensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.tensor_parallel import full_tensor, shard_like
 from penstock.runtime.token_budget import balanced_shares
-from penstock.runtime.transports import (
-    MessageKey,
-    RecvSlot,
-    Route,
-    SendSlot,
-    TensorCodec,
-    Transport,
-    make_transport,
-)
 from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine, sent_values

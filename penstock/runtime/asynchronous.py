@@ -18,7 +18,7 @@ from penstock.batches import Batch
 from penstock.capture import Recording
 from penstock.errors import RunError
 from penstock.ir import Cuts, Plan, Trace
-from penstock.passes import DEFAULT_PASSES, verify
+from penstock.passes import verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.engine import Engine, generators_restored, has_graph, mix_seed, step_options
@@ -38,7 +38,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
 from penstock.runtime.step import LOSS_DTYPES, NO_LOSS, LossVote, Result, Step
-from penstock.runtime.step_compiler import Edges, Roots, StepCompiler
+from penstock.runtime.step_compiler import Edges, Roots, compile_ranks
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
@@ -241,10 +241,6 @@ class AsyncEngine(Engine):
         self._stream_runner = StreamRunner(model_part, plan.num_stages - 1, loss_head, self.weights, is_checked)
         local = LocalTransport(model_part.device, is_stream=True) if self._groups.is_local else None
         self._stream_transport = local or self._transport
-        ranks = range(plan.num_ranks) if self._groups.is_local else (self._groups.rank,)
-        self._stream_compiler = StepCompiler(
-            plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES, model_part.describe
-        )
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
@@ -364,11 +360,6 @@ class AsyncEngine(Engine):
             self._reset()
             return trace
 
-    def evaluate(self, batch: Batch, step_number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
-        """Run the forward of one batch in eval mode; no batch may be in flight."""
-        self.check_usable()
-        return super().evaluate(batch, step_number, keeps_outputs, output_dims)
-
     @property
     def _sync_of_call(self) -> RankSync:
         """The sync of this call: those of the last `_lag` calls are still in use."""
@@ -413,7 +404,7 @@ class AsyncEngine(Engine):
         batch = self._target_as_argument(batch)
         microbatches, recordings, inputs = self._split_batch(batch)
         edges = self._edges(recordings)
-        cuts = self._stream_compiler.cuts(edges)
+        cuts = self._compiler.cuts(edges)
         if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
             raise RunError(
                 "stages must exchange the same values for all batches between two drains", hint="pipe.drain() before"
@@ -443,7 +434,7 @@ class AsyncEngine(Engine):
     def _edges(self, recordings: Sequence[Recording]) -> list[Edges]:
         """The values between stages, by microbatch."""
         roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
-        return self._stream_compiler.edges(True, recordings, roots)
+        return self._compiler.edges(True, recordings, roots)
 
     def _chunk(self, stream: Stream, before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
         """The compiled chunk of the next batch, and whether it is the first of its kind.
@@ -463,8 +454,11 @@ class AsyncEngine(Engine):
         unused: list[Edges] = [{}] * (start - len(earlier))
         edges = [*unused, *self._edges((*earlier, *recordings))]
         name = f"train on {len(recordings)} microbatches after {start}" if recordings else "drain"
-        agreement = self._stream_compiler.agreement(program, edges, name, recordings)
-        return Chunk(key, agreement, self._stream_compiler.compile_ranks(program, edges)), is_new
+        agreement = self._compiler.agreement(program, edges, name, recordings)
+        rank_programs = compile_ranks(
+            program, edges, self._groups.own_ranks, self._stream_runner, self._stream_transport
+        )
+        return Chunk(key, agreement, rank_programs), is_new
 
     def _recent(self, count: int) -> tuple[Recording, ...]:
         """The recordings of the last `count` microbatches."""

@@ -91,10 +91,11 @@ class Engine:
         self._groups, self._loss_head = groups, loss_head
         self._runner = StageRunner(model_part, plan.num_stages - 1, loss_head)
         self._transport = make_transport(groups, model_part.device, options.transport)
-        ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         moves = AddShardMoves(options.max_active_stages)
         passes = (*DEFAULT_PASSES, moves) if model_part.fsdp.modules else DEFAULT_PASSES
-        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, model_part.describe)
+        self._compiler = StepCompiler(
+            plan, groups.own_ranks, self._runner, self._transport, passes, model_part.describe
+        )
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._splitter = BatchSplitter(model_part.captured.model.forward, split, dict(plan.split))
         self._num_microbatches = plan.num_microbatches

@@ -33,7 +33,7 @@ from penstock.runtime.tensor_parallel import (
     replicas_share_parameters,
     shard_like,
 )
-from penstock.stages import CutModel, Stage, parameter_ranks
+from penstock.stages import PartitionedModel, Stage, parameter_ranks
 
 _STATE_HINT = "the state dict of the whole model, or of this rank"
 Parallelize = Callable[[nn.Module], Any]
@@ -102,11 +102,9 @@ class ModelPart:
 
     def _make_stages(self, plan: Plan) -> dict[int, Stage]:
         placement = plan.schedule.placement
-        ranks = range(plan.num_ranks) if self.groups.is_local else (self.groups.rank,)
-        indices = (index for index in range(plan.num_stages) if placement[index] in ranks)
-        cut = CutModel(self.captured, plan.partition)
-        recomputes = plan.choices.recompute
-        return {index: Stage(self.captured, plan.partition, index, recomputes[index], cut) for index in indices}
+        indices = (index for index in range(plan.num_stages) if placement[index] in self.groups.own_ranks)
+        partitioned, recomputes = PartitionedModel(self.captured, plan.partition), plan.choices.recompute
+        return {index: Stage(partitioned, index, recomputes[index]) for index in indices}
 
     def _loss_without_model(self, loss_module: nn.Module | None) -> nn.Module:
         """A module with the loss module as its child `loss_fn`, without parameters that are the model's.

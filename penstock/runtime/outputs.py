@@ -24,7 +24,6 @@ OutputDims = int | Mapping[str, int | str | None] | None
 """the batch dimension of every output, or a rule by the name of an output or of a part of it; see `merge`"""
 OUTPUT_HINT = '{"logits": 1}, {"table": None}, {"scores": "mean"}, {"count": "sum"} or {"boxes": "list"}'
 _WORDS = ("mean", "sum", "list")
-Shape = tuple[int, ...]
 
 
 def share_outputs(groups: ProcessGroups, source: int, device: torch.device, merged: Callable[[], Any]) -> Any:

@@ -57,7 +57,6 @@ class CompiledStep:
     """A step that is ready to run on any batch of its kind."""
 
     is_training: bool
-    recordings: tuple[Recording, ...]
     roots: tuple[Roots, ...]
     program: Program
     agreement: Agreement
@@ -99,7 +98,8 @@ class StepCompiler:
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
         agreement = self.agreement(program, edges, name, recordings)
         _LOG.info("compiled %s: %d actions on %d ranks", name, len(program.table.codes), program.num_ranks)
-        return CompiledStep(is_training, recordings, roots, program, agreement, self.compile_ranks(program, edges))
+        rank_programs = compile_ranks(program, edges, self._ranks, self._runner, self._transport)
+        return CompiledStep(is_training, roots, program, agreement, rank_programs)
 
     def agreement(
         self, program: Program, edges: Sequence[Edges], name: str, recordings: Sequence[Recording]
@@ -117,11 +117,6 @@ class StepCompiler:
         all_edges = {edge for crossings in edges for edge in crossings}
         with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
         return Cuts.of(self._plan.num_stages, all_edges, all_edges - with_gradients)
-
-    def compile_ranks(self, program: Program, edges: Sequence[Edges]) -> tuple[RankProgram, ...]:
-        """Compile a program, which may be a part of a longer one, for the ranks of this process."""
-        messages = _StageMessages(program, edges)
-        return tuple(_RankCompiler(messages, rank, self._runner, self._transport).compiled() for rank in self._ranks)
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
@@ -159,11 +154,15 @@ class StepCompiler:
         return self._edges.get((recording, roots, is_training), find)
 
 
-def compile_rank(
-    program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
-) -> RankProgram:
-    """Compile the order of a rank; `edges` has an entry per microbatch."""
-    return _RankCompiler(_StageMessages(program, edges), rank, runner, transport).compiled()
+def compile_ranks(
+    program: Program, edges: Sequence[Edges], ranks: Sequence[int], runner: PassRunner, transport: Transport
+) -> tuple[RankProgram, ...]:
+    """Compile the orders of some ranks; `edges` has an entry per microbatch.
+
+    The program may be a part of a longer one.
+    """
+    messages = _StageMessages(program, edges)
+    return tuple(_RankCompiler(messages, rank, runner, transport).compiled() for rank in ranks)
 
 
 class _StageMessages:

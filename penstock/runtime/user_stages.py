@@ -25,7 +25,7 @@ from penstock.runtime.executor import LOSS, LocalSlot, RankProgram, StagePass, e
 from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.step_compiler import Edges, compile_rank
+from penstock.runtime.step_compiler import Edges, compile_ranks
 from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.transports import DescribedTransport, make_transport
 from penstock.stages import DeferredAccumulator, ForwardRun
@@ -289,7 +289,7 @@ class UserStageEngine:
         )
         compiled = self._compiled.get(
             (key, shapes if specs else None),
-            lambda: adapt(compile_rank(program, self.groups.rank, edges, runner, transport)),
+            lambda: adapt(*compile_ranks(program, edges, self.groups.own_ranks, runner, transport)),
         )
         runner.begin(is_training, count)
         runner.expected = specs.sent if specs else None

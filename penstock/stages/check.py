@@ -19,7 +19,7 @@ from penstock.capture import (
 )
 from penstock.errors import PartitionError
 from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, transform
-from penstock.stages.sequence import Sequence
+from penstock.stages.sequence import StageSequence
 
 _SEED = 7
 Tensors = Mapping[str, Tensor | None]
@@ -35,9 +35,9 @@ def check(captured: Captured, partition: Partition) -> None:
     args, kwargs = captured.other_batch()
     if captured.has_shared_draws(args, kwargs):
         seed = DrawSeed(_SEED)
-        whole, stages = partial(captured.whole_with_draws, seed), Sequence(captured, partition, seed=seed)
+        whole, stages = partial(captured.whole_with_draws, seed), StageSequence(captured, partition, seed=seed)
     else:
-        whole, stages = captured.whole, Sequence(captured, partition)
+        whole, stages = captured.whole, StageSequence(captured, partition)
     expected, actual = _run_step(captured, whole, args, kwargs), _run_step(captured, stages, args, kwargs)
     wrong = compare_tensors("the model", distances(expected, actual), {}).first_wrong
     if wrong is not None:
@@ -65,7 +65,7 @@ def _run_step(
             for index, tensor in enumerate(outputs)
             if tensor.requires_grad
         }
-        if isinstance(run, Sequence):
+        if isinstance(run, StageSequence):
             run.backward(gradients)
         elif gradients:
             torch.autograd.backward([outputs[index] for index in gradients], list(gradients.values()))

@@ -11,7 +11,7 @@ from penstock.errors import PartitionError
 from penstock.ir import Partition
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.ownership import Ownership
-from penstock.stages.stage import CutModel, Stage
+from penstock.stages.stage import PartitionedModel, Stage
 from penstock.stages.stage_run import StageRun
 
 
@@ -19,11 +19,11 @@ def split(captured: Captured, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
     check_guards(captured.example_recording, partition)
-    cut = CutModel(captured, partition)
-    return tuple(Stage(captured, partition, index, cut=cut) for index in range(partition.num_stages))
+    partitioned = PartitionedModel(captured, partition)
+    return tuple(Stage(partitioned, index) for index in range(partition.num_stages))
 
 
-class Sequence:
+class StageSequence:
     """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
 
     def __init__(

@@ -1,6 +1,5 @@
 """A stage: the piece of a model that one rank runs, as a module with the model's own names."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ class Fit(NamedTuple):
     leaving: list[tuple[str, ...]]
 
 
-class CutModel:
+class PartitionedModel:
     """A captured model and its partition: what all of its stages have in common, found once for all of them."""
 
     def __init__(self, captured: Captured, partition: Partition) -> None:
@@ -62,30 +61,19 @@ class Stage(nn.Module):
     then called twice.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        partition: Partition,
-        index: int,
-        recomputes: bool = False,
-        cut: CutModel | None = None,
-    ) -> None:
-        """`cut` is that of the same model and partition, for several stages in one process."""
+    def __init__(self, partitioned: PartitionedModel, index: int, recomputes: bool = False) -> None:
         super().__init__()
         self.stage_index, self.recomputes = index, recomputes
-        # In a tuple, so that nn.Module does not register the whole model as a submodule through it.
-        self._captured = (captured,)
-        self._partition, self._cut = partition, (cut or CutModel(captured, partition),)
+        self._partitioned, captured = partitioned, partitioned.captured
         self._replays: LruCache[tuple[Recording, bool], Replay] = LruCache()
         self._deferred_accumulator = DeferredAccumulator()
-        model, shared = captured.model, self._cut[0]
-        nodes = shared.stage_nodes[index]
+        model, nodes = captured.model, partitioned.stage_nodes[index]
         blocks = captured.block_modules(node.name for node in nodes)
-        blocks += shared.uncalled_blocks.get(index, [])
+        blocks += partitioned.uncalled_blocks.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
-        state += shared.unused_state.get(index, [])
+        state += partitioned.unused_state.get(index, [])
         register_by_name(self, model, dict.fromkeys(blocks), dict.fromkeys(state))
-        self._stage_blocks = ({name: model.get_submodule(name) for name in blocks},)
+        self._stage_blocks = {name: model.get_submodule(name) for name in blocks}
         self._loose_state = _loose_state(model, blocks, state)
         # The submodules are the user's own, each in the mode that the user set: self.train() would change them.
         self.training = model.training
@@ -93,26 +81,12 @@ class Stage(nn.Module):
     @property
     def whole_model(self) -> nn.Module:
         """The model that this is a stage of."""
-        return self._captured[0].model
+        return self._partitioned.captured.model
 
     @property
     def split_backward_note(self) -> str:
         """Why few weight gradients can be deferred, as seen when backward was last split; empty if most can."""
         return self._deferred_accumulator.note
-
-    @property
-    def tied_names(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of names that are one parameter, of which this stage has at least one.
-
-        A group of one name is a parameter that other stages use by the same name.
-        """
-        own_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        graph = self._captured[0].graph
-        stage_nodes = self._cut[0].stage_nodes
-        users = Counter(name for nodes in stage_nodes for name in {name for node in nodes for name in node.parameters})
-        grouped = {name for group in graph.tied for name in group}
-        untied = ((name,) for name in users if users[name] > 1 and name in own_names and name not in grouped)
-        return (*(group for group in graph.tied if own_names & set(group)), *untied)
 
     def forward(
         self, recording: Recording, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: DrawSeed | None = None
@@ -150,7 +124,7 @@ class Stage(nn.Module):
     def train(self, mode: bool = True) -> "Stage":
         """Set the mode of the submodules, and of the modules around them, whose forward is the code between them."""
         super().train(mode)
-        for name in self._stage_blocks[0]:
+        for name in self._stage_blocks:
             for outer in outer_modules(name):
                 self.whole_model.get_submodule(outer).training = mode
         return self
@@ -161,12 +135,12 @@ class Stage(nn.Module):
         return self._replays.find(key) or self._replays.get(key, lambda: self._prepare_replay(recording))
 
     def _prepare_replay(self, recording: Recording) -> Replay:
-        captured = self._captured[0]
-        for name, module in self._stage_blocks[0].items():
+        captured = self._partitioned.captured
+        for name, module in self._stage_blocks.items():
             if captured.model.get_submodule(name) is not module:
                 hint = "capture and split again"
                 raise PartitionError("a module was replaced after the split", module=name, hint=hint)
-        fit = self._cut[0].fit(recording)
+        fit = self._partitioned.fit(recording)
         wrap = Recompute(self, recording.graph) if self.recomputes else None
         return captured.replay(recording, fit.nodes[self.stage_index], self, fit.leaving[self.stage_index], wrap)
 

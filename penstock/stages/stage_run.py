@@ -166,7 +166,6 @@ class StageRun(ForwardRun):
         `splits_backward`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
         `received`: the incoming values that came in messages.
         """
-        self.stage = stage
         super().__init__(
             partial(stage, recording, inputs, seed=seed),
             incoming,

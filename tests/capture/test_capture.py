@@ -7,7 +7,7 @@ from torch import nn
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Block, Boxing, Counting, Deciding, Leaking, Masking, Stack, Wrapped
 from tests.zoo import ZOO
 
@@ -147,7 +147,7 @@ def test_a_list_of_layers_is_no_level():
 def test_a_module_without_calls_has_a_stage_in_either_mode(depth):
     model = Wrapped(0.5)
     captured = penstock.capture(model, (torch.randn(2, 8),), depth=depth)
-    stages = Sequence(captured, uniform(captured.graph, 3))
+    stages = StageSequence(captured, uniform(captured.graph, 3))
     model.eval()
     batch = torch.randn(3, 8)
     assert torch.equal(stages(batch), model(batch))
@@ -180,7 +180,7 @@ def test_the_error_for_a_decision_names_the_line_and_a_block_that_works(decide):
         model[1].layers[0].weight.copy_(model[0].weight.copy_(torch.eye(4)))
         model[1].layers[0].bias.copy_(model[0].bias.zero_())
     captured = penstock.capture(model, (torch.ones(3, 4),), depth=9)
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     with pytest.raises(CaptureError) as caught:
         run(-torch.ones(3, 4))
     line = decide.__code__.co_firstlineno + 1
@@ -188,5 +188,5 @@ def test_the_error_for_a_decision_names_the_line_and_a_block_that_works(decide):
     module = caught.value.values["module"]
     assert caught.value.hint.startswith(f'basic_blocks=["{module}"]')
     captured = penstock.capture(model, (torch.ones(3, 4),), basic_blocks=[module])
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     assert torch.equal(run(-torch.ones(3, 4)), model(-torch.ones(3, 4)))

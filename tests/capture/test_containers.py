@@ -12,7 +12,7 @@ from torch.utils._pytree import register_pytree_node
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Block
 from tests.codegen.generated import generated, step_of_file
 from tests.parity import Batch, StagedModel, WholeModel, assert_close, assert_identical, one_step
@@ -148,7 +148,7 @@ def test_a_holder_that_blocks_fill_crosses_cuts(kind):
     expected = whole(model, BATCH.other())
     for is_split in (False, True):
         assert_close(staged(captured, 3, BATCH.other(), is_split), expected, 1e-6)
-    found = Sequence(captured, uniform(captured.graph, 3))(*BATCH.args)["holder"]
+    found = StageSequence(captured, uniform(captured.graph, 3))(*BATCH.args)["holder"]
     assert type(found) is KINDS[kind]
     assert len(held_tensors(found)) == 4
 
@@ -156,7 +156,7 @@ def test_a_holder_that_blocks_fill_crosses_cuts(kind):
 def test_a_block_that_fills_a_holder_is_recomputed_on_the_holder_as_it_was():
     model = Decoder(Cache)
     captured = penstock.capture(model, BATCH.args)
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     for stage in run.stages:
         stage.recomputes = True
     run(*BATCH.args)
@@ -207,7 +207,7 @@ def test_a_holder_among_the_inputs_is_taken_apart_and_split_into_microbatches(ma
 
     model, batch = Reading(*(Block() for _ in range(4))), BATCH.args[0]
     captured = penstock.capture(model, (made(batch),))
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     assert torch.equal(run(made(-batch)), model(made(-batch)))
     assert captured.num_recordings == 1
     plan = quick_plan(model, (made(batch),), ranks=2, microbatches=2, loss_fn=mean)

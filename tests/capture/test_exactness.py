@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Stack
 from tests.parity import assert_stages_train_like_the_model
 from tests.selection import covered
@@ -187,7 +187,7 @@ def test_a_global_variable_that_is_written_is_put_back():
 def test_a_global_variable_is_read_again_in_every_step(monkeypatch):
     model = Glued("a global variable").eval()
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     monkeypatch.setattr(ONES, "data", torch.full((8,), 2.0))
     assert torch.equal(run(BATCH), model(BATCH))
 
@@ -219,7 +219,7 @@ def test_compiled_blocks_stay_compiled():
     model = Stack().eval()
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     assert torch.equal(run(BATCH), model(BATCH))
 
 
@@ -262,7 +262,7 @@ LOOKS = {
 def test_a_size_that_depends_on_numbers_is_compared_however_it_is_read(way):
     model = Choosing(LOOKS[way])
     captured = penstock.capture(model, (torch.randn(6, 4),))
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     with torch.no_grad():
         model.embed.bias.fill_(-1e3), model.embed.weight.zero_(), model.blocks[0].linear.weight.zero_()
     with pytest.raises(CaptureError, match=r"recorded: size \(.*found: size \(0?,?"):
@@ -310,7 +310,7 @@ def test_a_constant_that_the_first_forward_keeps_is_computed_in_every_replay(laz
     model = lazy(POSITIONS, keep).eval()
     captured = penstock.capture(model, (BATCH,))
     assert model.table is None
-    assert torch.equal(Sequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
+    assert torch.equal(StageSequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -325,7 +325,7 @@ def test_a_constant_that_a_cached_function_keeps_is_computed_in_every_replay(is_
 
     model = Cached().eval()
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     for batch in (BATCH, BATCH[:2], BATCH):
         assert all(map(torch.equal, run(batch), model(batch)))
 
@@ -340,7 +340,7 @@ def test_a_model_that_initialises_itself_is_refused_until_it_was_called(content,
         penstock.capture(model, (BATCH,))
     model(BATCH)
     captured = penstock.capture(model, (BATCH,))
-    assert torch.equal(Sequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
+    assert torch.equal(StageSequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -348,7 +348,7 @@ def test_a_scripted_module_is_never_opened():
     model = Stack().eval()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     captured = penstock.capture(model, (BATCH,), depth=9)
-    assert torch.equal(Sequence(captured, uniform(captured.graph, 3))(BATCH), model(BATCH))
+    assert torch.equal(StageSequence(captured, uniform(captured.graph, 3))(BATCH), model(BATCH))
 
 
 class Recomputing(Stack):

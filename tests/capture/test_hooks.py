@@ -7,7 +7,7 @@ from torch import nn
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Leaking, Stack
 from tests.parity import assert_stages_train_like_the_model
 
@@ -29,7 +29,7 @@ def test_hooks_on_a_block_and_inside_it_see_replays_and_no_capture(part):
     seen = counting(model.get_submodule(part))
     captured = penstock.capture(model, (BATCH,))
     assert seen == []
-    Sequence(captured, uniform(captured.graph, 3))(BATCH)
+    StageSequence(captured, uniform(captured.graph, 3))(BATCH)
     assert seen == ["before", "after"]
 
 
@@ -37,7 +37,7 @@ def test_a_new_form_in_the_middle_of_training_is_recorded_in_silence():
     model = Stack()
     seen = counting(model.blocks[1])
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     run(BATCH), run(BATCH[:4]), run(BATCH[:4])
     assert captured.num_recordings == 2
     assert seen == ["before", "after"] * 3
@@ -137,7 +137,7 @@ def test_a_backward_hook_on_a_block_is_called():
     model, seen = Stack(), []
     model.blocks[1].register_full_backward_hook(lambda *_: seen.append("backward"))
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     run.backward({0: torch.ones_like(run(BATCH))})
     assert seen == ["backward"]
 

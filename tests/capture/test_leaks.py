@@ -7,7 +7,7 @@ from torch import nn
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Block
 from tests.plans import quick_plan
 
@@ -106,7 +106,7 @@ def test_a_tensor_that_a_block_leaves_for_its_next_call_becomes_a_value():
     model = Twice()
     captured = penstock.capture(model, (BATCH,))
     assert reads(captured, "blocks.0/add@2") == ("blocks.1", "blocks.0.linear")
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     assert torch.equal(run(BATCH + 1), model(BATCH + 1))
 
 

@@ -9,7 +9,7 @@ import penstock
 from penstock.capture import Captured
 from penstock.errors import CaptureError, PartitionError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Block, Stack
 from tests.parity import assert_stages_train_like_the_model
 
@@ -34,7 +34,7 @@ def test_a_batch_that_torch_refuses_names_the_module_and_the_reason(kind):
 def test_a_bad_batch_after_a_good_one_is_refused_alike_and_the_next_one_runs():
     model = Stack().eval()
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     with pytest.raises(CaptureError, match=r"module: embed, error: RuntimeError"):
         run(BATCH.double())
     assert torch.equal(run(BATCH), model(BATCH))
@@ -68,7 +68,7 @@ def test_a_model_in_which_nothing_needs_a_gradient_is_split_and_run():
     model = Stack().requires_grad_(False).eval()
     captured = penstock.capture(model, (BATCH,))
     penstock.split(captured, uniform(captured.graph, 3))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     assert torch.equal(run(BATCH), model(BATCH))
     run.backward({0: torch.ones(6, 3)})
     assert all(parameter.grad is None for parameter in model.parameters())

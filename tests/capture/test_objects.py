@@ -10,7 +10,7 @@ from torch import nn
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Block
 
 POSITIVE = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -64,7 +64,7 @@ class Pair(nn.Module):
 def outcome(model, batch):
     """Whether stages give what the model gives, or the words in which they refuse."""
     captured = penstock.capture(model, (POSITIVE,))
-    run = Sequence(captured, uniform(captured.graph, 2))
+    run = StageSequence(captured, uniform(captured.graph, 2))
     assert torch.equal(run(POSITIVE), model(POSITIVE))
     try:
         return torch.equal(run(batch), model(batch))

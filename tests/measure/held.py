@@ -81,7 +81,7 @@ def _stage(measured: MeasuredModel, stage: Stage, values: Values, is_split: bool
         left = run.take_outputs()
         copies = {name: value.detach().clone() for name, value in left.items()}
         needs = {name: measured.graph.spec(name).requires_grad and value.requires_grad for name, value in left.items()}
-        is_last = stage.stage_index == stage._partition.num_stages - 1
+        is_last = stage.stage_index == stage._partitioned.partition.num_stages - 1
         roots = [name for name in left if needs[name] and (not is_last or name in measured.roots)]
         gradients = {name: torch.ones_like(left[name], requires_grad=False) for name in roots}
         left.clear()

@@ -8,7 +8,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import PartitionError
 from penstock.partitioners import cut_before, uniform
-from penstock.stages import Sequence
+from penstock.stages import StageSequence
 from tests.capture.models import Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ class Annealed(Stack):
 
 def staged(model, number=3):
     captured = penstock.capture(model, (BATCH,))
-    return Sequence(captured, uniform(captured.graph, number))
+    return StageSequence(captured, uniform(captured.graph, number))
 
 
 CHANGES = {
@@ -116,7 +116,7 @@ def test_a_buffer_that_is_read_before_it_is_written_has_its_old_content():
     model, other = Remembering(), Remembering()
     other.load_state_dict(model.state_dict())
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, cut_before(captured.graph, ["blocks.1"]))
+    run = StageSequence(captured, cut_before(captured.graph, ["blocks.1"]))
     for _ in range(3):
         assert torch.equal(run(BATCH), other(BATCH))
     assert model.steps == other.steps == 3

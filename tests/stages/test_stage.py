@@ -10,7 +10,7 @@ import penstock
 from penstock.errors import PartitionError
 from penstock.ir import Partition
 from penstock.partitioners import by_modules, uniform
-from penstock.stages import LayerList, Sequence
+from penstock.stages import LayerList, StageSequence
 from tests.capture.models import Stack
 from tests.parity import Batch, StagedModel, WholeModel, assert_close, one_step
 
@@ -53,19 +53,17 @@ def test_the_blocks_of_a_model_may_be_in_a_list_of_any_usual_name(name):
     assert sorted(key for stage in stages_of(model, 2) for key in stage.state_dict()) == sorted(model.state_dict())
 
 
-def test_tied_parameters_are_listed_with_their_owners():
+def test_a_tied_parameter_is_in_the_stage_of_each_of_its_names():
     model = Stack()
-    model.blocks[3].linear.weight = model.blocks[0].linear.weight
-    tied = ("blocks.0.linear.weight", "blocks.3.linear.weight")
-    for stage in stages_of(model):
-        owns = set(tied) & {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-        assert stage.tied_names == ((tied,) if owns else ())
+    tied = model.blocks[3].linear.weight = model.blocks[0].linear.weight
+    named = [name for stage in stages_of(model) for name, parameter in stage.named_parameters() if parameter is tied]
+    assert named == ["blocks.0.linear.weight", "blocks.3.linear.weight"]
 
 
 def test_a_stage_can_be_set_to_evaluation_and_moved_to_another_type():
     model = Stack().double()
     captured = penstock.capture(model, (BATCH.double(),))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     for stage in run.stages:
         stage.eval()
     assert not model.norm.training
@@ -75,7 +73,7 @@ def test_a_stage_can_be_set_to_evaluation_and_moved_to_another_type():
 def test_hooks_on_blocks_fire_once_for_every_forward():
     model, seen = Stack(), []
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     model.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
     run(BATCH)
     assert seen == ["block"]
@@ -84,7 +82,7 @@ def test_hooks_on_blocks_fire_once_for_every_forward():
 def test_other_batch_sizes_work_and_equal_the_model():
     model = Stack().eval()
     captured = penstock.capture(model, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     for size in (2, 5):
         assert torch.equal(run(BATCH[:size]), model(BATCH[:size]))
     assert captured.num_recordings == 3
@@ -96,7 +94,7 @@ def test_input_and_weight_gradients_can_be_taken_apart():
     gradient = torch.ones(6, 3, dtype=torch.float64)
     found = []
     for is_split in (False, True):
-        run = Sequence(captured, uniform(captured.graph, 3), is_split)
+        run = StageSequence(captured, uniform(captured.graph, 3), is_split)
         model.zero_grad()
         run(BATCH.double())
         run.backward({0: gradient})
@@ -136,7 +134,7 @@ def test_a_model_without_weights_is_split_and_given_weights_later():
     with torch.device("meta"):
         empty = Stack().eval()
     captured = penstock.capture(empty, (BATCH,))
-    run = Sequence(captured, uniform(captured.graph, 3))
+    run = StageSequence(captured, uniform(captured.graph, 3))
     for stage in run.stages:
         stage.to_empty(device="cpu")
         stage.load_state_dict({name: real.state_dict()[name] for name in stage.state_dict()})
@@ -149,7 +147,7 @@ def test_a_flat_list_of_names_modules_and_functions_is_a_model():
     assert flat.names == ("0", "1.0", "1.1", "2")
     assert sorted(flat.state_dict()) == sorted(model.state_dict())
     captured = penstock.capture(flat, (BATCH,))
-    run = Sequence(captured, by_modules(captured.graph, [["0", "1.0"], ["1.1", "2"]]))
+    run = StageSequence(captured, by_modules(captured.graph, [["0", "1.0"], ["1.1", "2"]]))
     assert torch.equal(run(BATCH), flat(BATCH))
 
 
