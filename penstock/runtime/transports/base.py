@@ -164,9 +164,9 @@ class RecvSlot(ABC):
         """Start receiving, without waiting."""
 
     @property
-    @abstractmethod
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` may be called; False only if the sender is a rank of this process that must run first."""
+        return True
 
     @abstractmethod
     def wait(self) -> None:

@@ -119,10 +119,6 @@ class _RecvSlot(RecvSlot):
         self._header_work = transport.group.recv([self._header], peer, _HEADER_TAG)
         transport.posted.setdefault(peer, deque()).append(self)
 
-    @property
-    def is_ready(self) -> bool:
-        return self._header is None and all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
         transport, peer = self._transport, self.route.peer
         transport.monitor.waiting(self.route.code, peer)

@@ -124,10 +124,6 @@ class _RecvSlot(RecvSlot):
             if not codec.is_empty:
                 self._works.append(transport.group.recv([buffer], peer, tag))
 
-    @property
-    def is_ready(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
         self._transport.monitor.waiting(self.route.code, self.route.peer)
         self._transport.wait(self._works, self.route)

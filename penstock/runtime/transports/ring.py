@@ -155,10 +155,6 @@ class Ring:
         counters[_IS_AWAITED] = 0
         return True
 
-    def publish_move(self) -> bool:
-        """Announce that all further messages are in a new ring; the result is that of `publish`."""
-        return self.publish(MOVED, 0)
-
     # ----------------------------------------------------------------------------------------------------- receiver
 
     def header(self) -> tuple[int, int] | None:

@@ -211,7 +211,7 @@ class _Outbox:
                 return
             new, handle = _smallest_ring()
         # In this order: a receiver expects a new ring only once it has read in the old one that the sender has moved.
-        if ring is not None and ring.publish_move():
+        if ring is not None and ring.publish(MOVED, 0):
             self._link.wake()
         self._link.give(new, handle)
         self._ring = new
@@ -372,10 +372,6 @@ class _RecvSlot(RecvSlot):
 
     def post(self) -> None:
         self._inbox.posted.append(self)
-
-    @property
-    def is_ready(self) -> bool:
-        return self.received is not None
 
     def wait(self) -> None:
         while self.received is None:
