@@ -50,6 +50,7 @@ from penstock.capture.dtypes import (
     is_integer,
     largest_magnitude,
 )
+from penstock.capture.function_kinds import GRADIENT_FUNCTIONS
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity, outer_modules
 from penstock.capture.hooks import intercept_modules, without_user_hooks
@@ -58,6 +59,7 @@ from penstock.capture.isolation import (
     internal_call,
     is_internal_call,
     isolated,
+    set_mode,
     uncompiled,
     without_accumulation_hooks,
 )

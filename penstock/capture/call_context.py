@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.capture.dtypes import dtype_named
 from penstock.capture.objects import code_origin
 from penstock.errors import CaptureError
 from penstock.ir import CallContext
@@ -19,7 +20,7 @@ def entered(context: CallContext) -> Iterator[None]:
             stack.enter_context(torch.set_grad_enabled(context.grad))
         if context.autocast is not None:
             device, enabled, dtype = context.autocast
-            kind = getattr(torch, dtype.removeprefix("torch."))
+            kind = dtype_named(dtype.removeprefix("torch."))
             stack.enter_context(torch.autocast(device, enabled=enabled, dtype=kind))
         yield
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.fingerprint import names_in, referenced_globals
-from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin
+from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, class_functions, code_origin
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree
 
@@ -189,12 +189,10 @@ def _own_bases(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if base not in (object, nn.Module)]
 
 
-def _method_codes(kind: type) -> Iterator[types.CodeType]:
+def _method_codes(kind: type) -> list[types.CodeType]:
     """The code of the methods and properties that a class itself defines, except its constructor."""
-    for name, value in sorted(vars(kind).items()):
-        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
-            if isinstance(function, types.FunctionType) and name != "__init__":
-                yield function.__code__
+    functions = sorted(class_functions(kind), key=lambda pair: pair[0])
+    return [function.__code__ for name, function in functions if name != "__init__"]
 
 
 def _code_lines(code: types.CodeType) -> Iterator[str]:

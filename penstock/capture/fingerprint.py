@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.granularity import Granularity
-from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin, object_items
+from penstock.capture.objects import (
+    MODULE_ATTRIBUTES,
+    PLAIN_TYPE_SET,
+    PLAIN_TYPES,
+    class_functions,
+    code_origin,
+    object_items,
+)
 
 _SCALARS = (*PLAIN_TYPES, complex, bytes, torch.dtype, torch.device)
 _NUMPY = (np.generic, np.ndarray)
@@ -28,7 +35,6 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_DEPTH, _MAX_ITEMS = 5, 256
 """limits on the depth, and on the items per container, to which a value is inspected"""
-_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 
 def batch_signature(named_leaves: Mapping[str, object]) -> Any:
@@ -131,7 +137,7 @@ def _settings(blocks: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[
     for path, block in blocks.items():
         for name, value in vars(block).items():
             # Code outside a block seldom reads more of it than plain values, and many blocks cache objects inside.
-            if type(value) in _PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
+            if type(value) in PLAIN_TYPE_SET and name not in MODULE_ATTRIBUTES:
                 settings[f"{path}.{name}"] = type(value), value
     return settings | referenced_globals(dict.fromkeys(map(type, opened)))
 
@@ -212,13 +218,7 @@ def _is_setting(value: object) -> bool:
 
 def _find_references(cls: type) -> Iterator[_Reference]:
     """The global names that the methods of a class refer to, and the user's functions that these call by name."""
-    pending = [
-        function
-        for value in vars(cls).values()
-        # A method, the getter of a property, the function of a static or class method.
-        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None))
-        if isinstance(function, types.FunctionType)
-    ]
+    pending = [function for _, function in class_functions(cls)]
     seen: set[int] = set()
     while pending:
         function = pending.pop()

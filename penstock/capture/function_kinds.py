@@ -43,7 +43,7 @@ TENSOR_EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
 )
 """calls that are recorded although they return no new tensor: like in-place writes, they change their tensor"""
-GRADIENT_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+GRADIENT_FUNCTIONS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 
 
 def reads_metadata(func: Any) -> bool:

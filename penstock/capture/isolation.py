@@ -156,6 +156,18 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
 
 
 @contextmanager
+def set_mode(model: nn.Module, is_training: bool) -> Iterator[None]:
+    """Set the model to training or eval mode in the body; afterwards each module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(is_training)
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+@contextmanager
 def without_accumulation_hooks(model: nn.Module) -> Iterator[None]:
     """Disable post-accumulate-grad hooks in the body: they may step an optimizer."""
     registered = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]

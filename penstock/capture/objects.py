@@ -23,11 +23,22 @@ from penstock.ir import (
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """the attributes that every nn.Module has: parameters, buffers, submodules, hooks, `training`"""
 PLAIN_TYPES = (bool, int, float, str, type(None))
-_PLAIN_SET = frozenset(PLAIN_TYPES)
+PLAIN_TYPE_SET = frozenset(PLAIN_TYPES)
 
 _LIBRARIES = frozenset(("torchvision", "numpy", "transformers", "peft", "accelerate"))
 
 Origin = Literal["torch", "library", "python", "user"]
+
+
+def class_functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions that a class itself defines, with their names in the class.
+
+    These are its methods, the getters of its properties, and its static and class methods.
+    """
+    for name, value in vars(kind).items():
+        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+            if isinstance(function, types.FunctionType):
+                yield name, function
 
 
 def code_origin(module: object) -> Origin:
@@ -164,9 +175,9 @@ def _objects_in(value: object) -> Iterator[Any]:
         return
     items = value.values() if isinstance(value, dict) else value
     # Decided at once: a vocabulary has hundreds of thousands of items.
-    if not _PLAIN_SET.issuperset(map(type, items)):
+    if not PLAIN_TYPE_SET.issuperset(map(type, items)):
         for item in items:
-            if type(item) not in _PLAIN_SET:
+            if type(item) not in PLAIN_TYPE_SET:
                 yield from _objects_in(item)
 
 

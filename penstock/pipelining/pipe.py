@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.api.models import explain
-from penstock.capture import Captured, Granularity, Recording, capture, isolated, spec_of
+from penstock.capture import Captured, Granularity, Recording, capture, isolated, set_mode, spec_of
 from penstock.errors import PartitionError, RunError
 from penstock.ir import Graph, Partition
 from penstock.partitioners import cut_at
@@ -195,13 +195,8 @@ class TracedStage(Stage):
         mode = self.training
         if mode not in self._recordings:
             captured = self._partitioned.captured
-            modes = [(module, module.training) for module in captured.model.modules()]
-            captured.model.train(mode)
-            try:
+            with set_mode(captured.model, mode):
                 self._recordings[mode] = captured.recording(*captured.example)
-            finally:
-                for module, was_training in modes:
-                    module.training = was_training
         return self._recordings[mode]
 
     def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -418,9 +418,7 @@ class AsyncEngine(Engine):
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._model_part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(step_number), left)
-        batch_checksum, leaves = (
-            (0, {}) if groups.is_local else self._comparison.checksum(batch, SyncRequest("step", step_number))
-        )
+        batch_checksum, leaves = self._comparison.checksum(batch, SyncRequest("step", step_number))
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:

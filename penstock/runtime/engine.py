@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from penstock.batches import (
     find_padding,
     microbatch_kinds,
 )
-from penstock.capture import LruCache, Recording, is_inexact
+from penstock.capture import LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, transform
 from penstock.launch import one_line
@@ -102,7 +102,9 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(model_part.captured.model.forward)
-        self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
+        self._comparison = BatchComparison(
+            model_part.captured.model.forward, 0 if groups.is_local else options.check_inputs_every
+        )
         self._tokens = TokenBudget(plan)
         self._budget: int | None = None
         """`budget_tokens` of the current step"""
@@ -221,7 +223,7 @@ class Engine:
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
-        with watched, torch.no_grad(), _eval_mode(self._model_part.captured.model):
+        with watched, torch.no_grad(), set_mode(self._model_part.captured.model, is_training=False):
             step, compiled = self._begin_step(
                 batch, request, False, keeps_outputs, output_dims, budget_tokens=budget_tokens
             )
@@ -415,7 +417,7 @@ class Engine:
             batch = self._target_as_argument(batch)
             split = self._split_batch(batch)
             compiled = self._compiled(split, is_training)
-            batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
+            batch_checksum, leaves = self._comparison.checksum(batch, request)
         sums = self._size_and_loss(split, compiled)
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
@@ -454,9 +456,9 @@ class Engine:
                 outgoing = sender.prepare(self._target_as_argument(batch))
                 size, has_loss = self._size_and_loss(outgoing.split, self._compiled(outgoing.split, is_training))
             index = outgoing.signature_index
-            is_new = not sender.is_agreed(index, is_training)
+            is_unknown = not sender.is_agreed(index, is_training)
             content = (*given, float(index))
-            vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_new),), content=content)
+            vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_unknown),), content=content)
         else:
             has_loss = float(own_target is not None)
             vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
@@ -467,18 +469,15 @@ class Engine:
         if len(set(checksums)) > 1:
             problem = "rank 0 and the rank of the last stage were given different targets"
             raise RunError(problem, hint="one target").on_all_ranks()
-        index = int(contents[0][2])
-        if result.maxes[0] <= 0:
+        index, is_new = int(contents[0][2]), result.maxes[0] > 0
+        # If the signature is new to at least one replica, all ranks agree on the step that they derive from it.
+        new = SyncRequest("the shapes of a batch", request.step)
+        if is_new and groups.monitor is not None:
+            groups.monitor.preparing()
+        with self._sync.errors_on_all_ranks(new) if is_new else nullcontext():
             split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
             compiled = self._compiled(split, is_training)
-        else:
-            # The signature is new to at least one replica: all ranks agree on the step that they derive from it.
-            new = SyncRequest("the shapes of a batch", request.step)
-            if groups.monitor is not None:
-                groups.monitor.preparing()
-            with self._sync.errors_on_all_ranks(new):
-                split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
-                compiled = self._compiled(split, is_training)
+        if is_new:
             self._sync.exchange(new, SyncVote(compiled.agreement))
             sender.commit(index, is_training)
         return split, compiled, self._mean_size(result)
@@ -762,17 +761,6 @@ def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_token
     if budget_tokens is not None:
         texts.append(f"budget_tokens={budget_tokens}")
     return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The process groups of one pipeline, of its replicas, and of the ranks that share its tensors."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,12 @@ class ProcessGroups:
     def broadcast_text_to_all(self, text: str) -> str:
         """The text of the first rank of the first pipeline, on every rank of every pipeline."""
         return self.broadcast_text_to_peers(self.broadcast_text(text, 0), 0)
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks of all pipelines, on every rank: pipeline by pipeline, in the order of their ranks."""
+        own = [self.broadcast_text(text, rank) for rank in range(1 if self.is_local else self.num_ranks)]
+        pipelines = [self.broadcast_text_to_peers(json.dumps(own), index) for index in range(self.num_pipelines)]
+        return [found for texts in pipelines for found in json.loads(texts)]
 
     def _broadcast_text(self, text: str, source: int, is_source: bool, group: Any) -> str:
         data = bytearray(text.encode())

@@ -223,19 +223,13 @@ class StepWarnings:
 
     def issue(self, new_causes: list[WarningCause], is_training: bool) -> None:
         """Gather the new warnings of all ranks and issue them on the first; all ranks call this."""
-        groups = self._groups
-        texts = [
-            groups.broadcast_text(json.dumps(new_causes), rank)
-            for rank in range(1 if groups.is_local else groups.num_ranks)
-        ]
-        whole = json.dumps([entry for text in texts for entry in json.loads(text)])
-        everywhere = [groups.broadcast_text_to_peers(whole, pipeline) for pipeline in range(groups.num_pipelines)]
+        texts = self._groups.gather_texts(json.dumps(new_causes))
         parameters: dict[tuple[str, bool], dict[str, None]] = {}
-        for text, is_certain, names in (entry for gathered in everywhere for entry in json.loads(gathered)):
+        for text, is_certain, names in (cause for causes in texts for cause in json.loads(causes)):
             parameters.setdefault((text, is_certain), {}).update(dict.fromkeys(names))
         for (text, is_certain), names in parameters.items():
             self._issued[text] = is_training
-            if groups.is_first:
+            if self._groups.is_first:
                 cause = f"{text}: {listed(list(names))}" if names else text
                 # Points at the user's call of step or eval.
                 warnings.warn(MicrobatchWarning(cause, is_certain, is_training), stacklevel=5)

@@ -102,12 +102,10 @@ class NonfiniteOrigin:
 
 def agree_on_origin(groups: ProcessGroups, local: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
     """Agree on one origin on every rank: the one in the last stage, of the first pipeline that found any."""
-    stages = groups.gather(torch.tensor([-1 if local is None else local.stage])).flatten().tolist()
-    text = json.dumps(None if local is None else [local.stage, local.microbatch, local.description, local.kind])
-    text = groups.broadcast_text(text, stages.index(max(stages)))
-    has_origin = groups.gather_peers(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
-    origin = json.loads(groups.broadcast_text_to_peers(text, has_origin.index(max(has_origin))))
-    return None if origin is None else NonfiniteOrigin(*origin)
+    origin = None if local is None else [local.stage, local.microbatch, local.description, local.kind]
+    found = map(json.loads, groups.gather_texts(json.dumps([groups.pipeline, origin])))
+    origins = [(pipeline, NonfiniteOrigin(*values)) for pipeline, values in found if values is not None]
+    return min(origins, key=lambda pair: (pair[0], -pair[1].stage))[1] if origins else None
 
 
 class NonfiniteProbe:

@@ -153,11 +153,8 @@ class RankSync:
         # Without any agreement both are -inf.
         if self._ranks is None or result.maxes[0] in (-result.maxes[1], -math.inf):
             return
-        groups = self._groups
         own = json.dumps([dist.get_rank(), [] if agreement is None else agreement.lines])
-        texts = [groups.broadcast_text(own, rank) for rank in range(groups.num_ranks)]
-        everywhere = [groups.broadcast_text_to_peers(json.dumps(texts), index) for index in range(groups.num_pipelines)]
-        found = sorted(json.loads(text) for pipeline in everywhere for text in json.loads(pipeline))
+        found = sorted(json.loads(text) for text in self._groups.gather_texts(own))
         given = [(rank, lines) for rank, lines in found if lines]
         problem = first_difference([lines for _, lines in given], "rank", [rank for rank, _ in given])
         assert problem is not None

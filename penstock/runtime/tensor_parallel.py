@@ -325,9 +325,7 @@ def _shard_hash(parameter: nn.Parameter) -> int:
 
 def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
     """Raise the problem of any rank of any pipeline on all of them."""
-    flags = groups.gather(torch.tensor([int(problem is not None)])).flatten().tolist()
-    pipelines = groups.gather_peers(torch.tensor([max(flags)])).flatten().tolist()
-    if not any(pipelines):
-        return
-    text = groups.broadcast_text("" if problem is None else json.dumps(problem.to_dict()), flags.index(max(flags)))
-    raise RunError.from_dict(json.loads(groups.broadcast_text_to_peers(text, pipelines.index(1))))
+    has_problem = groups.gather(torch.tensor([int(problem is not None)])).amax(0)
+    if groups.gather_peers(has_problem).any():
+        texts = groups.gather_texts("" if problem is None else json.dumps(problem.to_dict()))
+        raise RunError.from_dict(json.loads(next(filter(None, texts))))

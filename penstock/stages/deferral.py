@@ -18,6 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from penstock.capture import GRADIENT_FUNCTIONS
 from penstock.errors import PartitionError
 
 Weights = tuple[Tensor, ...]
@@ -26,7 +27,6 @@ ComputeGradients = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 DeferringFunction = Callable[..., Tensor | None]
 """called as `function(deferral, *args, **kwargs)` in place of a torch function; None: call the original"""
 
-_TAKES_GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 ANCHOR = torch.zeros(0, requires_grad=True)
 """an argument of custom Functions: autograd adds a node only if one of the tensor arguments requires a gradient. It is
 empty, and its own gradient is never computed"""
@@ -49,7 +49,7 @@ class Deferral(TorchFunctionMode):
     ) -> Any:
         # torch.compile traces through this method; compiled code is left as it is.
         if not is_compiling():
-            if func in _TAKES_GRADIENTS and self.is_forward:
+            if func in GRADIENT_FUNCTIONS and self.is_forward:
                 raise PartitionError(
                     "a block must not take gradients in its forward while weight gradients are deferred",
                     function=func.__name__,

@@ -85,13 +85,16 @@ def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> 
 
 
 def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    case = 0 if call is functional.linear else 1 if weight.is_contiguous() else 2
+    if call is functional.linear:
+        gradients = _LINEAR
+    else:
+        gradients = _MATRIX if weight.is_contiguous() else _TRANSPOSED_MATRIX
     x, detached = _autocast(x, weight.detach())
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     if bias is not None and _can_defer_bias(bias):
-        result = deferral.defer(call(rows, detached, bias.detach()), rows, (weight, bias), _WEIGHT_AND_BIAS[case])
+        result = deferral.defer(call(rows, detached, bias.detach()), rows, (weight, bias), gradients.weight_and_bias)
     else:
-        result = deferral.defer(call(rows, detached, bias), rows, (weight,), _WEIGHT[case])
+        result = deferral.defer(call(rows, detached, bias), rows, (weight,), gradients.weight)
     return result if rows is x else result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -108,15 +111,24 @@ def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x, weight)  # type: ignore[arg-type]
 
 
-# For a linear, for a matrix, and for a transposed matrix, whose gradient autograd computes transposed.
-_WEIGHT: tuple[ComputeGradients, ...] = (
+class _ProductGradients(NamedTuple):
+    """The gradients of the weights of a product."""
+
+    weight: ComputeGradients
+    weight_and_bias: ComputeGradients
+
+
+_LINEAR = _ProductGradients(
     lambda x, gradient: (mm(gradient.t(), x),),
-    lambda x, gradient: (mm(x.t(), gradient),),
-    lambda x, gradient: (mm(gradient.t(), x).t(),),
-)
-_WEIGHT_AND_BIAS: tuple[ComputeGradients, ...] = (
     lambda x, gradient: (mm(gradient.t(), x), gradient.sum(0)),
+)
+_MATRIX = _ProductGradients(
+    lambda x, gradient: (mm(x.t(), gradient),),
     lambda x, gradient: (mm(x.t(), gradient), gradient.sum(0)),
+)
+# Autograd computes the gradient of a transposed matrix transposed.
+_TRANSPOSED_MATRIX = _ProductGradients(
+    lambda x, gradient: (mm(gradient.t(), x).t(),),
     lambda x, gradient: (mm(gradient.t(), x).t(), gradient.sum(0)),
 )
 
