@@ -115,6 +115,17 @@ class Route(NamedTuple):
         return any(codec.is_optional for codec in self.codecs)
 
 
+def flags_of(tensors: Tensors) -> Tensor:
+    """The flags of a message: which of its tensors exist."""
+    return torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
+
+
+def apply_flags(codecs: Sequence[TensorCodec], tensors: Tensors, flags: Sequence[int]) -> list[Tensor | None]:
+    """The tensors of a received message, with None for each optional one that the sender did not have."""
+    triples = zip(codecs, tensors, flags, strict=True)
+    return [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
+
+
 class SendSlot(ABC):
     """The sending end of a message, prepared once and used in every step: `put`, `send`, then `release` or `finish`."""
 

@@ -18,19 +18,19 @@ from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import HOST, to_device, to_host
-from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
+from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors
+from penstock.runtime.transports.distributed import WorkSendSlot, WorkTransport
 
 HEADER_BYTES = 4096
 _HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
 
 
-class DescribedTransport(Transport):
+class DescribedTransport(WorkTransport):
     """Sends any number of tensors of any shape in each message; the codecs of a route are not used."""
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
-        super().__init__(device)
         assert groups.monitor is not None
-        self.group, self.monitor = groups.control, groups.monitor
+        super().__init__(groups.control, device, groups.monitor)
         self.call = 0
         """the number of the step, equal on all ranks: a message of an interrupted step is not taken for one of this"""
         self.posted: dict[int, deque[_RecvSlot]] = {}
@@ -49,27 +49,10 @@ class DescribedTransport(Transport):
         super().clear()
         self.posted.clear()
 
-    def wait(self, works: Sequence[Any], route: Route) -> None:
-        """Wait for parts of a message, at most until the deadline."""
-        try:
-            for work in works:
-                self.monitor.wait(work)
-        except RuntimeError as error:
-            raise self.monitor.message_error(route.code, route.peer, error) from error
 
-
-class _SendSlot(SendSlot):
-    __slots__ = ("_sent", "_tensors", "_transport", "_works")
-
-    def __init__(self, route: Route, transport: DescribedTransport) -> None:
-        super().__init__(route)
-        self._transport = transport
-        self._tensors: Tensors = ()
-        self._sent: list[Tensor] = []
-        self._works: list[Any] = []
-
-    def put(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+class _SendSlot(WorkSendSlot):
+    __slots__ = ()
+    _transport: DescribedTransport
 
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
@@ -77,29 +60,12 @@ class _SendSlot(SendSlot):
         self._send(_header(specs, self._transport.call, self.route.key), _HEADER_TAG)
         for tensor, spec in zip(tensors, specs, strict=True):
             if tensor is not None and spec is not None and tensor.numel():
-                # Kept until the send is done: gloo reads from this memory until then.
                 packed = TensorCodec(Value("value", spec)).pack(tensor, HOST)
                 self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], _CONTENT_TAG)
 
     def _send(self, content: Tensor, tag: int) -> None:
-        self._sent.append(content)
+        self._packed.append(content)
         self._works.append(self._transport.group.send([content], self.route.peer, tag))
-
-    def release(self) -> None:
-        self._transport.wait(self._works, self.route)
-        self._works, self._sent = [], []
-
-    def finish(self) -> None:
-        if self._works:
-            self._transport.monitor.waiting(self.route.code, self.route.peer)
-            self.release()
-
-    @property
-    def held(self) -> list[Tensor]:
-        return [*self._sent, *(tensor for tensor in self._tensors if tensor is not None)]
-
-    def clear(self) -> None:
-        self._tensors, self._works, self._sent = (), [], []
 
 
 class _RecvSlot(RecvSlot):

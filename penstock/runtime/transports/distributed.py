@@ -9,10 +9,59 @@ from torch import Tensor
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import HOST, is_staged, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
-from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
+from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport, apply_flags, flags_of
 
 
-class DistributedTransport(Transport):
+class WorkTransport(Transport):
+    """A transport whose messages are operations of a process group."""
+
+    def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
+        super().__init__(device)
+        self.group, self.monitor = group, monitor
+
+    def wait(self, works: Sequence[Any], route: Route) -> None:
+        """Wait for parts of a message, at most until the deadline."""
+        try:
+            for work in works:
+                self.monitor.wait(work)
+        except RuntimeError as error:
+            raise self.monitor.message_error(route.code, route.peer, error) from error
+
+
+class WorkSendSlot(SendSlot):
+    """Holds the tensors of a message until their sends are done: gloo reads from their memory until then."""
+
+    __slots__ = ("_packed", "_tensors", "_transport", "_works")
+
+    def __init__(self, route: Route, transport: WorkTransport) -> None:
+        super().__init__(route)
+        self._transport = transport
+        self._tensors: Tensors = ()
+        self._packed: list[Tensor] = []
+        self._works: list[Any] = []
+
+    def put(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def release(self) -> None:
+        # A send that was never waited for may be lost, so this waits, which takes no time for one that has arrived.
+        self._transport.wait(self._works, self.route)
+        self._works, self._packed = [], []
+
+    def finish(self) -> None:
+        if self._works:
+            self._transport.monitor.waiting(self.route.code, self.route.peer)
+            self.release()
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self._packed, *(tensor for tensor in self._tensors if tensor is not None)]
+
+    def clear(self) -> None:
+        self._tensors, self._works, self._packed = (), [], []
+
+
+class DistributedTransport(WorkTransport):
     """Sends the tensors of a message one by one, in the order of the program.
 
     With a backend of the device, such as NCCL, sends and receives are ordered by the device's queue: nothing here waits
@@ -21,8 +70,8 @@ class DistributedTransport(Transport):
 
     def __init__(self, group: Any, device: torch.device, monitor: RankMonitor, control: Any = None) -> None:
         """`control`: a group of the same ranks for host tensors; None: `group`, if that is for host tensors."""
-        super().__init__(device)
-        self.group, self.monitor, self.control = group, monitor, group if control is None else control
+        super().__init__(group, device, monitor)
+        self.control = group if control is None else control
         self.is_staged = is_staged(group, device)
         self._is_used = False
 
@@ -42,27 +91,14 @@ class DistributedTransport(Transport):
         if self.problem is None and self._is_used:
             ProcessGroups.interrupted[id(self.group)] = self.group
 
-    def wait(self, works: Sequence[Any], route: Route) -> None:
-        """Wait for all tensors of one message, at most until the deadline."""
-        try:
-            for work in works:
-                self.monitor.wait(work)
-        except RuntimeError as error:
-            raise self.monitor.message_error(route.code, route.peer, error) from error
 
-
-class _SendSlot(SendSlot):
-    __slots__ = ("_has_flags", "_packed", "_tensors", "_transport", "_works")
+class _SendSlot(WorkSendSlot):
+    __slots__ = ("_has_flags",)
+    _transport: DistributedTransport
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
-        super().__init__(route)
-        self._transport, self._has_flags = transport, route.has_flags
-        self._tensors: Tensors = ()
-        self._works: list[Any] = []
-        self._packed: list[Tensor] = []
-
-    def put(self, tensors: Tensors) -> None:
-        self._tensors = tensors
+        super().__init__(route, transport)
+        self._has_flags = route.has_flags
 
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
@@ -75,30 +111,12 @@ class _SendSlot(SendSlot):
             packed = to_host(packed, transport.device)
         if self._has_flags:
             # Host tensors: to read flags from a device, the receiver would have to wait for it.
-            flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
+            flags = flags_of(tensors)
             self._packed.append(flags)
             self._works.append(transport.control.send([flags], peer, tag))
         for content in packed:
-            # Kept until the send is done: gloo reads from this memory until then.
             self._packed.append(content)
             self._works.append(transport.group.send([content], peer, tag))
-
-    def release(self) -> None:
-        # A send that was never waited for may be lost, so this waits, which takes no time for one that has arrived.
-        self._transport.wait(self._works, self.route)
-        self._works, self._packed = [], []
-
-    def finish(self) -> None:
-        if self._works:
-            self._transport.monitor.waiting(self.route.code, self.route.peer)
-            self.release()
-
-    @property
-    def held(self) -> list[Tensor]:
-        return [*self._packed, *(tensor for tensor in self._tensors if tensor is not None)]
-
-    def clear(self) -> None:
-        self._tensors, self._works, self._packed = (), [], []
 
 
 class _RecvSlot(RecvSlot):
@@ -133,8 +151,7 @@ class _RecvSlot(RecvSlot):
         for codec, buffer in zip(codecs, buffers, strict=True):
             self._received.append(codec.unpack(buffer))
         if self._flags is not None:
-            pairs = zip(codecs, self._received, self._flags.tolist(), strict=True)
-            self._received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in pairs]
+            self._received = apply_flags(codecs, self._received, self._flags.tolist())
         self._works, self._buffers, self._flags = [], [], None
 
     def take(self) -> Tensors:

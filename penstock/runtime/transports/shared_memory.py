@@ -25,7 +25,16 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.launch import num_cores
 from penstock.runtime.monitor import RankMonitor
-from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
+from penstock.runtime.transports.base import (
+    RecvSlot,
+    Route,
+    SendSlot,
+    TensorCodec,
+    Tensors,
+    Transport,
+    apply_flags,
+    flags_of,
+)
 from penstock.runtime.transports.links import Link, await_message, await_ring
 from penstock.runtime.transports.ring import MOVED, Layout, Ring, copy_piece
 
@@ -84,7 +93,7 @@ class _Message:
             if not codec.is_empty
         ]
         if layout.has_flags:
-            self.parts.append((0, torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)))
+            self.parts.append((0, flags_of(tensors)))
 
 
 class _Outbox:
@@ -124,7 +133,7 @@ class _Outbox:
         for codec, place, tensor in zip(layout.codecs, places, tensors, strict=True):
             place.copy_(codec.prepare(tensor, self._device))
         if flags is not None:
-            flags.copy_(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8))
+            flags.copy_(flags_of(tensors))
         if ring.publish(tag, layout.num_bytes):
             self._link.wake()
         return None
@@ -269,8 +278,7 @@ class _Inbox:
         else:
             has_value, received = self._receive_pieces(slot.route, layout)
         if has_value is not None:
-            triples = zip(layout.codecs, received, has_value, strict=True)
-            received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
+            received = apply_flags(layout.codecs, received, has_value)
         slot.received = received
 
     def _receive_pieces(self, route: Route, layout: Layout) -> tuple[list[int] | None, list[Tensor | None]]:
