@@ -63,16 +63,15 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
     fresh = [name for name in dict.fromkeys(call.makes) if name and name not in reads]
     names = set(parameters)
     return Node(
-        call.name,
-        reads,
-        tuple(Value(name, table.specs[name]) for name in fresh),
-        tuple(name for name in used if name in names),
-        tuple(name for name in used if name not in names),
-        False,
-        note.scope,
-        note.kind,
-        call.is_module,
-        note.is_random,
+        name=call.name,
+        reads=reads,
+        makes=tuple(Value(name, table.specs[name]) for name in fresh),
+        parameters=tuple(name for name in used if name in names),
+        buffers=tuple(name for name in used if name not in names),
+        module=note.scope,
+        kind=note.kind,
+        is_block=call.is_module,
+        is_random=note.is_random,
     )
 
 

@@ -411,9 +411,16 @@ class AsyncEngine(Engine):
             )
         self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
-        scales = {"scale": scale, "gradient_scale": scale}
         step = Step(
-            microbatches, recordings, True, number=step_number, inputs=inputs, seed=seed, mean_size=size, **scales
+            microbatches,
+            recordings,
+            True,
+            number=step_number,
+            inputs=inputs,
+            seed=seed,
+            mean_size=size,
+            scale=scale,
+            gradient_scale=scale,
         )
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._model_part.stages, len(microbatches))

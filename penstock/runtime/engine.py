@@ -634,15 +634,15 @@ class Engine:
             raise_on_all_ranks(groups, difference)
         count, loss_dtype = len(step.microbatches), LOSS_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
         return Result(
-            torch.tensor((total + added) / groups.num_pipelines, dtype=loss_dtype) if kind > NO_LOSS else None,
-            tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
-            tuple(losses_and_weights[count:]),
-            outputs,
-            trace,
-            skipped,
-            {name: torch.tensor(loss, dtype=loss_dtype) for name, (loss, _) in by_name.items()},
-            {name: tuple(weights) for name, (_, weights) in by_name.items()},
-            step.seed,
+            loss=torch.tensor((total + added) / groups.num_pipelines, dtype=loss_dtype) if kind > NO_LOSS else None,
+            losses=tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
+            weights=tuple(losses_and_weights[count:]),
+            outputs=outputs,
+            trace=trace,
+            skipped=skipped,
+            losses_by_name={name: torch.tensor(loss, dtype=loss_dtype) for name, (loss, _) in by_name.items()},
+            weights_by_name={name: tuple(weights) for name, (_, weights) in by_name.items()},
+            seed=step.seed,
         )
 
     def _nonfinite_stages(self, step: Step) -> tuple[float, float]:
