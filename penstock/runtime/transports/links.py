@@ -84,11 +84,11 @@ class Link:
             self.is_closed = True
         return False
 
-    def give(self, ring: Ring, handle: int) -> None:
+    def send_ring(self, ring: Ring, handle: int) -> None:
         """Pass the memory of a new ring to the other rank, and close the handle.
 
-        The other rank must be about to call `take`, as it is before the first message and after the last message of an
-        earlier ring: `wait` would discard the descriptor.
+        The other rank must be about to call `receive_ring`, as it is before the first message and after the last
+        message of an earlier ring: `wait` would discard the descriptor.
         """
         try:
             content = [_RING.pack(ring.num_slots, ring.slot_bytes)]
@@ -98,7 +98,7 @@ class Link:
         finally:
             os.close(handle)
 
-    def take(self) -> Ring | None:
+    def receive_ring(self) -> Ring | None:
         """Wait at most `_POLL_SECONDS` for a ring that the other rank passes; None if it passed none."""
         try:
             data, handles, _, _ = socket.recv_fds(self._socket, _RING.size, 1)
@@ -149,7 +149,7 @@ def await_ring(link: Link, monitor: RankMonitor) -> Ring:
     while ring is None:
         link.check()
         monitor.check_deadline(start)
-        ring = link.take()
+        ring = link.receive_ring()
     return ring
 
 
@@ -159,7 +159,7 @@ class ByteChannel:
     def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
         self._sent, handle = Ring.create(_CHANNEL_SLOTS, max_bytes)
-        link.give(self._sent, handle)
+        link.send_ring(self._sent, handle)
         self._received: Ring | None = None
 
     def send(self, data: bytes) -> None:

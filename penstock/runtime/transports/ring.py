@@ -40,7 +40,7 @@ def round_up(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class Place(NamedTuple):
+class SlotTensors(NamedTuple):
     """The content of one slot as the tensors of a message that fits into it."""
 
     flags: Tensor | None
@@ -54,7 +54,7 @@ class Layout:
         self.codecs, self.has_flags = tuple(codecs), has_flags
         self.num_messages = 0
         """number of messages of the compiled steps that have this layout"""
-        self.places: dict[int, Place] = {}
+        self.slot_tensors: dict[int, SlotTensors] = {}
         """the slots of `ring` as tensors, by index; they are kept, since a step uses the same few again"""
         self.ring: Ring | None = None
         start = round_up(len(self.codecs)) if has_flags else 0
@@ -186,18 +186,20 @@ class Ring:
 
     # --------------------------------------------------------------------------------------------------------- both
 
-    def place(self, layout: Layout) -> Place:
+    def slot_tensors(self, layout: Layout) -> SlotTensors:
         """The current slot as the tensors of a message."""
         if layout.ring is not self:
-            layout.ring, layout.places = self, {}
+            layout.ring, layout.slot_tensors = self, {}
         index = self._position % self.num_slots
-        place = layout.places.get(index)
-        if place is None:
+        tensors = layout.slot_tensors.get(index)
+        if tensors is None:
             content = self.content(self.slot_bytes)
             flags = content[: len(layout.codecs)] if layout.has_flags else None
             pairs = zip(layout.codecs, layout.offsets, strict=True)
-            place = layout.places[index] = Place(flags, [codec.view(content[start:]) for codec, start in pairs])
-        return place
+            tensors = layout.slot_tensors[index] = SlotTensors(
+                flags, [codec.view(content[start:]) for codec, start in pairs]
+            )
+        return tensors
 
     def write(self, data: bytes) -> None:
         """Write bytes into the current slot."""

@@ -53,20 +53,20 @@ class SharedMemoryTransport(Transport):
     def __init__(self, links: dict[int, Link], remote: Transport, device: torch.device, monitor: RankMonitor) -> None:
         super().__init__(device)
         self._links, self._remote, self.monitor = links, remote, monitor
-        self._outboxes = {rank: _Outbox(link, device) for rank, link in links.items()}
+        self._senders = {rank: _RingSender(link, device) for rank, link in links.items()}
         # Spinning would take the core from a rank that computes. On this host are the ranks of the links, and this one.
         spins = _SPINS if num_cores() > len(links) else 0
-        self._inboxes = {rank: _Inbox(link, monitor, spins) for rank, link in links.items()}
+        self._receivers = {rank: _RingReceiver(link, monitor, spins) for rank, link in links.items()}
 
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
-        outbox = self._outboxes.get(route.peer)
-        return self._remote.send_slot(route) if outbox is None else _SendSlot(route, outbox, self.monitor)
+        sender = self._senders.get(route.peer)
+        return self._remote.send_slot(route) if sender is None else _SendSlot(route, sender, self.monitor)
 
     def recv_slot(self, route: Route) -> RecvSlot:
         """The receiving end of a message."""
-        inbox = self._inboxes.get(route.peer)
-        return self._remote.recv_slot(route) if inbox is None else _RecvSlot(route, inbox)
+        receiver = self._receivers.get(route.peer)
+        return self._remote.recv_slot(route) if receiver is None else _RecvSlot(route, receiver)
 
     def clear(self) -> None:
         """Drop messages in transit; other ranks that wait for this one are woken, and raise."""
@@ -96,7 +96,7 @@ class _Message:
             self.parts.append((0, flags_of(tensors)))
 
 
-class _Outbox:
+class _RingSender:
     """The messages to one rank."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
@@ -129,9 +129,9 @@ class _Outbox:
         assert ring is not None
         if self.pending or layout.num_bytes > ring.slot_bytes or not ring.has_room:
             return self._send_later(_Message(tag, layout, tensors, self._device))
-        flags, places = ring.place(layout)
-        for codec, place, tensor in zip(layout.codecs, places, tensors, strict=True):
-            place.copy_(codec.prepare(tensor, self._device))
+        flags, buffers = ring.slot_tensors(layout)
+        for codec, buffer, tensor in zip(layout.codecs, buffers, tensors, strict=True):
+            buffer.copy_(codec.prepare(tensor, self._device))
         if flags is not None:
             flags.copy_(flags_of(tensors))
         if ring.publish(tag, layout.num_bytes):
@@ -222,7 +222,7 @@ class _Outbox:
         # In this order: a receiver expects a new ring only once it has read in the old one that the sender has moved.
         if ring is not None and ring.publish(MOVED, 0):
             self._link.wake()
-        self._link.give(new, handle)
+        self._link.send_ring(new, handle)
         self._ring = new
 
 
@@ -238,7 +238,7 @@ def _smallest_ring() -> tuple[Ring, int]:
         ) from error
 
 
-class _Inbox:
+class _RingReceiver:
     """The messages from one rank."""
 
     def __init__(self, link: Link, monitor: RankMonitor, spins: int) -> None:
@@ -265,15 +265,15 @@ class _Inbox:
                 peer=slot.route.peer,
             )
         if size <= ring.slot_bytes:
-            flags, places = ring.place(layout)
+            flags, buffers = ring.slot_tensors(layout)
             has_value = None if flags is None else flags.tolist()
             received: list[Tensor | None] = []
-            for codec, place in zip(layout.codecs, places, strict=True):
+            for codec, buffer in zip(layout.codecs, buffers, strict=True):
                 # Copied: autograd may keep the tensor until backward, and the slot is needed before that. Slots that
                 # are used in place would be freed in the order of the backwards, not in that of the messages, so the
                 # ring would become an allocator. The copy is not worth that: with the GPT of `penstock demo` it takes
                 # 9 us for a message of 256 KiB, and the pass that makes the message 20 ms. At 4 MiB it takes 140 us.
-                received.append(codec.unpack(place.clone()))
+                received.append(codec.unpack(buffer.clone()))
             ring.free()
         else:
             has_value, received = self._receive_pieces(slot.route, layout)
@@ -329,11 +329,11 @@ class _Inbox:
 
 class _SendSlot(SendSlot):
     is_held = False
-    __slots__ = ("_layout", "_message", "_monitor", "_outbox", "_tag", "_tensors")
+    __slots__ = ("_layout", "_message", "_monitor", "_sender", "_tag", "_tensors")
 
-    def __init__(self, route: Route, outbox: _Outbox, monitor: RankMonitor) -> None:
+    def __init__(self, route: Route, sender: _RingSender, monitor: RankMonitor) -> None:
         super().__init__(route)
-        self._outbox, self._monitor, self._layout, self._tag = outbox, monitor, outbox.layout(route), route.tag
+        self._sender, self._monitor, self._layout, self._tag = sender, monitor, sender.layout(route), route.tag
         self._tensors: Tensors = ()
         self._message: _Message | None = None
         """the message if it does not fit into the ring"""
@@ -344,7 +344,7 @@ class _SendSlot(SendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         try:
-            self._message = self._outbox.send(self._tag, self._layout, tensors)
+            self._message = self._sender.send(self._tag, self._layout, tensors)
         except RuntimeError as error:
             raise self._monitor.message_error(self.route.code, self.route.peer, error) from error
 
@@ -356,7 +356,7 @@ class _SendSlot(SendSlot):
         if message is not None:
             self._monitor.waiting(self.route.code, self.route.peer)
             try:
-                self._outbox.finish(message, self._monitor)
+                self._sender.finish(message, self._monitor)
             except RuntimeError as error:
                 raise self._monitor.message_error(self.route.code, self.route.peer, error) from error
 
@@ -367,26 +367,26 @@ class _SendSlot(SendSlot):
 
     def clear(self) -> None:
         self._tensors, self._message = (), None
-        self._outbox.clear()
+        self._sender.clear()
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_inbox", "layout", "received")
+    __slots__ = ("_receiver", "layout", "received")
 
-    def __init__(self, route: Route, inbox: _Inbox) -> None:
+    def __init__(self, route: Route, receiver: _RingReceiver) -> None:
         super().__init__(route)
-        self._inbox, self.layout = inbox, inbox.layout(route)
+        self._receiver, self.layout = receiver, receiver.layout(route)
         self.received: Sequence[Tensor | None] | None = None
 
     def post(self) -> None:
-        self._inbox.posted.append(self)
+        self._receiver.posted.append(self)
 
     def wait(self) -> None:
         while self.received is None:
             try:
-                self._inbox.receive()
+                self._receiver.receive()
             except RuntimeError as error:
-                raise self._inbox.error(self.route, error) from error
+                raise self._receiver.error(self.route, error) from error
 
     def take(self) -> Tensors:
         received, self.received = self.received, None
@@ -398,7 +398,7 @@ class _RecvSlot(RecvSlot):
 
     def clear(self) -> None:
         self.received = None
-        self._inbox.clear()
+        self._receiver.clear()
 
 
 def _layout(layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout], route: Route) -> Layout:
