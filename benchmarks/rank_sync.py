@@ -9,7 +9,7 @@ import torch.distributed as dist
 import penstock
 from benchmarks.table import Line, Table
 from penstock.runtime import ProcessGroups, RankSync, SyncRequest
-from penstock.runtime.sync import ROW_BYTES
+from penstock.runtime.sync import VOTE_BYTES
 
 _DEADLINE_SECONDS = 60.0
 
@@ -36,7 +36,7 @@ def costs(ranks: tuple[int, ...] = (2, 4, 8), rounds: int = 8, times: int = 50) 
 def _measure(rounds: int, times: int) -> tuple[float, float, float, float]:
     """Returns CPU seconds of a sync and of an all_gather, then the seconds of both, on this rank."""
     groups = ProcessGroups.of_world(dist.get_world_size(), _DEADLINE_SECONDS)
-    sync, own = RankSync(groups), torch.zeros(ROW_BYTES, dtype=torch.uint8)
+    sync, own = RankSync(groups), torch.zeros(VOTE_BYTES, dtype=torch.uint8)
     pairs = [
         (_timed(lambda: sync.exchange(SyncRequest("step", 0)), times), _timed(lambda: groups.gather(own), times))
         for _ in range(rounds)

@@ -277,10 +277,10 @@ class _StepRunner:
                 added: list[Added] = []
                 with tracker, collect_added(added.append):
                     if seed is None:
-                        output = self.captured.whole(*inputs.args, **inputs.kwargs)
+                        output = self.captured.run_unsplit(*inputs.args, **inputs.kwargs)
                     else:
                         seed_of_part = DrawSeed(seed, index)
-                        output = self.captured.whole_with_draws(seed_of_part, *inputs.args, **inputs.kwargs)
+                        output = self.captured.run_unsplit_with_draws(seed_of_part, *inputs.args, **inputs.kwargs)
                     function = self._loss_fn
                     losses = losses_of_function(function(output, inputs.target)) if function else losses_of(output)
                 weighted = [(loss, weights[name][index] if weights else 1.0) for name, loss in losses.items()]

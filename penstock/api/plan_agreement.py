@@ -60,7 +60,7 @@ def agree_on_plan(
         "model": f"{len(graph.nodes)} nodes, {graph.model_fingerprint[:_DIGITS]}",
     }
     plan_digest = _digest(repr((summary, graph.fingerprint)).encode())
-    if sync.establish(Agreement.of_options(given), int(plan_digest, 16)):
+    if sync.first_sync(Agreement.of_options(given), int(plan_digest, 16)):
         return plan
     return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
 

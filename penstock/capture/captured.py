@@ -368,11 +368,11 @@ class Captured:
 
     # The unsplit model
 
-    def whole(self, *args: Any, **kwargs: Any) -> Any:
+    def run_unsplit(self, *args: Any, **kwargs: Any) -> Any:
         """Call the unsplit model as it is recorded."""
         return self.model(*args, **without_cache(self.model, kwargs))
 
-    def whole_with_draws(self, seed: DrawSeed, /, *args: Any, **kwargs: Any) -> Any:
+    def run_unsplit_with_draws(self, seed: DrawSeed, /, *args: Any, **kwargs: Any) -> Any:
         """Call the unsplit model with the random numbers that its stages draw with this seed."""
         kwargs = without_cache(self.model, kwargs)
         return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step_seed), seed)

@@ -24,7 +24,15 @@ from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning, RunError
 from penstock.ir import Plan, as_int, printable
-from penstock.runtime import GradScaler, ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
+from penstock.runtime import (
+    GradScaler,
+    ModelPart,
+    RankSync,
+    SyncRequest,
+    SyncVote,
+    distribute_like,
+    unsaved_buffer_names,
+)
 
 T = TypeVar("T")
 
@@ -204,7 +212,7 @@ class Loader:
         restorers: list[Callable[[], None]] = []
         if targets.optimizer is not None:
             names, rows = parameter_names(self._part), self._part.rows.trained
-            restorers.append(reader.optimizer.restorer(targets.optimizer, names, shard_like, rows))
+            restorers.append(reader.optimizer.restorer(targets.optimizer, names, distribute_like, rows))
         if targets.scheduler is not None:
             stems = reader.stems("scheduler")
             if not stems:

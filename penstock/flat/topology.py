@@ -153,7 +153,7 @@ class Topology:
         monitor = RankMonitor(pipe, range(world), deadline_seconds, "setup_process_groups(..., deadline_seconds=...)")
         is_gloo = dist.get_backend() == "gloo"
         control = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
-        RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).establish(
+        RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).first_sync(
             Agreement.of_options({"dimensions": grid.dimensions})
         )
         self._groups = {kind: _new_group(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}

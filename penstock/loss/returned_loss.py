@@ -148,7 +148,7 @@ class ModelLoss:
         used = {name for node in self.recording.graph.nodes if not node.is_block for name in node.parameters}
         missing = {name: p for name in used & self._remote if not (p := model.get_parameter(name)).isfinite().all()}
         if not missing:
-            return self.captured.whole(*args, **kwargs)
+            return self.captured.run_unsplit(*args, **kwargs)
         made = {name: torch.ones(p.shape, dtype=p.dtype, device=p.device) for name, p in missing.items()}
         return torch.func.functional_call(model, made, args, without_cache(model, kwargs))
 

@@ -134,7 +134,7 @@ class MeasuredModel:
 
         def forward() -> list[Tensor]:
             with self._added_losses() as added:
-                output = self._captured.whole(*args, **kwargs)
+                output = self._captured.run_unsplit(*args, **kwargs)
             made = zip(names, tensors_in(output), strict=True)
             roots = [tensor for name, tensor in made if name in self.roots]
             return [root for root in (*roots, *added) if root.requires_grad]

@@ -404,7 +404,7 @@ class _PipelineSchedule:
                 "loss_fn": "none" if self._loss_fn is None else "given",
                 "scale_grads": self.scale_grads,
             }
-            engine.sync.establish(Agreement.of_options(options))
+            engine.sync.first_sync(Agreement.of_options(options))
             shared = [entry for stage in self._stages for entry in stage.tied]
             ranks = self.stage_index_to_group_rank if shared else {}
             tied = {

@@ -64,6 +64,6 @@ from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncVote
 from penstock.runtime.tensor_json import FindTensor, NamedTensors, decode_tree, encode_tree, json_bytes, parse_json
-from penstock.runtime.tensor_parallel import full_tensor, shard_like
+from penstock.runtime.tensor_parallel import distribute_like, full_tensor
 from penstock.runtime.token_budget import balanced_shares
 from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine, sent_values

@@ -102,8 +102,8 @@ class StreamBatch:
     """in the stream, from 0"""
     step: Step
     result: PendingResult
-    left: dict[int, int]
-    """by stage of this process, the number of backwards that have not run yet"""
+    num_backwards_left: dict[int, int]
+    """by stage of this process"""
     runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
     """by stage and microbatch, between forward and backward"""
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class StreamRunner(StageRunner):
         """by microbatch of the chunk that runs now: its batch, and its index in the batch"""
 
     def forward(self, stage_pass: StagePass) -> None:
-        batch, index = self._enter(stage_pass)
+        batch, index = self._select_batch(stage_pass)
         weights = self._weights[stage_pass.stage]
         version = batch.versions[stage_pass.stage, index] = weights.acquire(batch.number)
         with weights.using(version):
@@ -141,19 +141,19 @@ class StreamRunner(StageRunner):
             )
 
     def backward(self, stage_pass: StagePass) -> None:
-        batch, index = self._enter(stage_pass)
+        batch, index = self._select_batch(stage_pass)
         stage, weights = stage_pass.stage, self._weights[stage_pass.stage]
         version = batch.versions.pop((stage, index))
         with weights.using(version):
             super().backward(stage_pass._replace(microbatch=index))
         weights.release(version)
-        batch.left[stage] -= 1
-        if not batch.left[stage]:
+        batch.num_backwards_left[stage] -= 1
+        if not batch.num_backwards_left[stage]:
             if self._checks:
                 self._check_finite(stage, batch)
             weights.update()
 
-    def _enter(self, stage_pass: StagePass) -> tuple[StreamBatch, int]:
+    def _select_batch(self, stage_pass: StagePass) -> tuple[StreamBatch, int]:
         """Select the batch of a pass; returns it with the index of the microbatch in the batch."""
         entry = self.window[stage_pass.microbatch]
         assert entry is not None
@@ -243,7 +243,7 @@ class AsyncEngine(Engine):
         self._stream_transport = local or self._transport
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
-        self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
+        self._syncs = [sync.concurrent(number) for number in range(1, self._lag + 2)]
         self._losses = LossMessages(self._groups, self._last_rank)
         self._streams: dict[Cuts, Stream] = {}
         self._stream_of(plan.cuts)
@@ -303,7 +303,7 @@ class AsyncEngine(Engine):
                     problem = "an asynchronous pipeline returns no gradients to the computation of a batch"
                     raise RunError(problem, hint="x.detach()")
                 entry, chunk, vote, is_new = self._begin(batch, step_number, keeps_outputs, is_timed, scale)
-            with self._failing():
+            with self._ending_stream_on_error():
                 self._start_vote(request, vote)
                 if is_new or self._groups.rank == self._last_rank:
                     # The ranks agree on new shapes before any data is sent. The last rank reads all votes at once;
@@ -314,10 +314,10 @@ class AsyncEngine(Engine):
                         weights.start()
                     else:
                         weights.check_gradients()
-                before = sum(self._counts)
+                num_before = sum(self._counts)
                 self._counts.append(len(entry.step.microbatches))
                 self._batches.append(entry)
-                self._run(chunk, is_timed, before)
+                self._run(chunk, is_timed, num_before)
                 for weights in self.weights.values():
                     weights.note_gradients()
                 # Warnings are issued when the stream is drained.
@@ -335,16 +335,16 @@ class AsyncEngine(Engine):
         if self.is_empty:
             return None
         with watch_step(self._groups.monitor, step_number, True):
-            before = sum(self._counts)
+            num_before = sum(self._counts)
             assert self._stream is not None
-            with self._failing():
+            with self._ending_stream_on_error():
                 for weights in self.weights.values():
                     weights.check_gradients()
-                chunk, _ = self._chunk(self._stream, before, ())
+                chunk, _ = self._chunk(self._stream, num_before, ())
                 self._start_vote(SyncRequest("drain", step_number), SyncVote(chunk.agreement))
                 if self._groups.rank == self._last_rank:
                     self._finish_votes(0)
-                self._run(chunk, self._times is not None, before)
+                self._run(chunk, self._times is not None, num_before)
                 self._finish_votes(0)
                 while self._running:
                     self._finish_chunk()
@@ -366,7 +366,7 @@ class AsyncEngine(Engine):
         return self._syncs[self._num_calls % len(self._syncs)]
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _ending_stream_on_error(self) -> Iterator[None]:
         """End the stream for good if the body fails: the stages have applied updates of different batches."""
         try:
             yield
@@ -423,8 +423,8 @@ class AsyncEngine(Engine):
             gradient_scale=scale,
         )
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
-        left = dict.fromkeys(self._model_part.stages, len(microbatches))
-        entry = StreamBatch(len(self._counts), step, PendingResult(step_number), left)
+        num_backwards_left = dict.fromkeys(self._model_part.stages, len(microbatches))
+        entry = StreamBatch(len(self._counts), step, PendingResult(step_number), num_backwards_left)
         batch_checksum, leaves = self._comparison.checksum(batch, SyncRequest("step", step_number))
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
@@ -441,12 +441,12 @@ class AsyncEngine(Engine):
         roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
         return self._compiler.edges(True, recordings, roots)
 
-    def _chunk(self, stream: Stream, before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
+    def _chunk(self, stream: Stream, num_before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
         """The compiled chunk of the next batch, and whether it is the first of its kind.
 
         Without recordings, that of a drain.
         """
-        start = min(before, stream.num_distinct)
+        start = min(num_before, stream.num_distinct)
         earlier = self._recent(min(start, stream.num_ranks - 1))
         key = (stream.cuts, start, earlier, recordings)
         is_new = key not in self._free_chunks
@@ -454,7 +454,7 @@ class AsyncEngine(Engine):
             return free.pop(), is_new
         while len(self._free_chunks) > _MAX_KINDS:
             self._free_chunks.pop(next(iter(self._free_chunks)))
-        program = stream.chunk(before, len(recordings))
+        program = stream.chunk(num_before, len(recordings))
         # Microbatches that no action of the chunk uses have no edges.
         unused: list[Edges] = [{}] * (start - len(earlier))
         edges = [*unused, *self._edges((*earlier, *recordings))]
@@ -470,12 +470,12 @@ class AsyncEngine(Engine):
         recordings = [recording for batch in self._batches for recording in batch.step.recordings]
         return tuple(recordings[len(recordings) - count :])
 
-    def _run(self, chunk: Chunk, is_timed: bool, before: int) -> None:
-        """Run a chunk that comes after `before` microbatches."""
+    def _run(self, chunk: Chunk, is_timed: bool, num_before: int) -> None:
+        """Run a chunk that comes after `num_before` microbatches."""
         assert self._stream is not None
-        start = min(before, self._stream.num_distinct)
+        start = min(num_before, self._stream.num_distinct)
         microbatches = [(batch, index) for batch in self._batches for index in range(len(batch.step.microbatches))]
-        length = start + sum(self._counts) - before
+        length = start + sum(self._counts) - num_before
         # The first batches may have been dropped: no action of the chunk uses their microbatches.
         missing = [None] * (length - len(microbatches))
         self._stream_runner.window = (*missing, *microbatches)[-length:]

@@ -43,7 +43,7 @@ from penstock.runtime.executor import (
     watch_step,
 )
 from penstock.runtime.host_memory import read_scalars
-from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
+from penstock.runtime.inputs import BatchSender, PassedArguments, has_batch, hinting_at_rank_0_arguments
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.nonfinite import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
@@ -101,7 +101,7 @@ class Engine:
         self._num_microbatches = plan.num_microbatches
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
-        self._given_names = GivenNames(model_part.captured.model.forward)
+        self._passed_arguments = PassedArguments(model_part.captured.model.forward)
         self._comparison = BatchComparison(
             model_part.captured.model.forward, 0 if groups.is_local else options.check_inputs_every
         )
@@ -123,7 +123,7 @@ class Engine:
             model_part.written_buffers,
         )
         self._warnings = StepWarnings(groups)
-        self._merger = OutputMerger(model_part.captured, is_warning=groups.pipeline == 0)
+        self._merger = OutputMerger(model_part.captured, issues_warnings=groups.pipeline == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._failed_at = 0.0
         """time.time() of a failed pass, if the remaining messages were exchanged so that all ranks can continue; else
@@ -262,7 +262,7 @@ class Engine:
             if self._model_part.replicas_share_parameters or groups.num_tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
-            if (self._sender is None or groups.rank == 0) and not has_no_batch(batch):
+            if (self._sender is None or groups.rank == 0) and has_batch(batch):
                 batch = self._target_as_argument(batch)
                 padding = self._find_padding(batch)
                 if padding.kind not in self._tokens.checked:
@@ -377,7 +377,7 @@ class Engine:
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
         with self._sync.errors_on_all_ranks(shapes):
             num_new, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
-            if is_given and not has_no_batch(batch):
+            if is_given and has_batch(batch):
                 microbatches = self._microbatches(self._target_as_argument(batch))
                 arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
                 num_new, count = self._model_part.captured.num_new(arguments, self._seed), len(microbatches)
@@ -408,7 +408,7 @@ class Engine:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups = self._groups
         with self._sync.errors_on_all_ranks(request):
-            if not groups.is_local and has_no_batch(batch):
+            if not groups.is_local and not has_batch(batch):
                 hint = (
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
                     'target there or on the rank of the last stage, use inputs="first"'
@@ -446,11 +446,11 @@ class Engine:
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
-        given = (self._given_names.mask(batch), float(self._comparison.target_checksum(batch, request)))
+        given = (self._passed_arguments.mask(batch), float(self._comparison.target_checksum(batch, request)))
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
-            with self._sync.errors_on_all_ranks(request), naming_the_first_rank():
-                if has_no_batch(batch):
+            with self._sync.errors_on_all_ranks(request), hinting_at_rank_0_arguments():
+                if not has_batch(batch):
                     hint = "step(x, target=y) on rank 0; the target may be passed on the rank of the last stage"
                     raise RunError('with inputs="first" rank 0 must be given the batch', hint=hint)
                 outgoing = sender.prepare(self._target_as_argument(batch))
@@ -464,7 +464,7 @@ class Engine:
             vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
         result = self._sync.exchange(request, vote)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
-        self._given_names.check([content[0] for content in contents], self._last_rank, has_loss_fn)
+        self._passed_arguments.check([content[0] for content in contents], self._last_rank, has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
             problem = "rank 0 and the rank of the last stage were given different targets"
@@ -539,7 +539,7 @@ class Engine:
                     execute_local(compiled.rank_programs, times)
                 else:
                     (program,) = compiled.rank_programs
-                    execute(program, monitor.action_reporter, times[0] if times else None, self._exchange_remaining)
+                    execute(program, monitor.action_reporter, times[0] if times else None, self._recover_messages)
                 for program in compiled.rank_programs:
                     for slot in program.send_slots:
                         slot.finish()
@@ -564,7 +564,7 @@ class Engine:
             self._runner.step = None
         return times
 
-    def _exchange_remaining(self, program: RankProgram, code: int) -> None:
+    def _recover_messages(self, program: RankProgram, code: int) -> None:
         """Exchange the messages of the step that follow a failed action, so that all ranks can take another step."""
         failed_at, model_part, monitor = time.time(), self._model_part, self._groups.monitor
         assert monitor is not None

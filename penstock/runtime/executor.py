@@ -64,14 +64,14 @@ class LocalSlot:
         self._tensors = ()
 
 
-class ValuesFrom(NamedTuple):
+class IncomingValues(NamedTuple):
     """Values that a pass takes from another stage."""
 
     names: tuple[str, ...]
     slot: RecvSlot | LocalSlot
 
 
-class ValuesTo(NamedTuple):
+class OutgoingValues(NamedTuple):
     """Values that a pass gives to another stage."""
 
     names: tuple[str, ...]
@@ -83,13 +83,13 @@ class StagePass(NamedTuple):
 
     stage: int
     microbatch: int
-    sources: tuple[ValuesFrom, ...]
+    incoming: tuple[IncomingValues, ...]
     """for a backward in the order in which gradients are added up"""
-    targets: tuple[ValuesTo, ...]
+    outgoing: tuple[OutgoingValues, ...]
     splits_backward: bool
     """whether backward computes input gradients only, and weight gradients follow later"""
     received: tuple[str, ...] = ()
-    """of the values of `sources`, those that come in messages"""
+    """of the `incoming` values, those that come in messages"""
 
 
 class PassRunner(Protocol):
@@ -145,7 +145,7 @@ class StageRunner:
         if stage in self._model_part.fsdp.modules:
             self._model_part.fsdp.wait(stage)
         incoming: dict[str, Any] = {}
-        for names, slot in stage_pass.sources:
+        for names, slot in stage_pass.incoming:
             incoming.update(zip(names, slot.take(), strict=True))
         recording, inputs = step.recordings[microbatch], step.inputs[microbatch]
         probe = self.probe.start(stage, microbatch, recording.graph, inputs) if self.probe else None
@@ -166,7 +166,7 @@ class StageRunner:
         if loss is not None:
             run.add_root(LOSS, loss)
         outputs = run.take_outputs()
-        # Detached once, for the check and for all messages. The last stage has no targets.
+        # Detached once, for the check and for all messages. The last stage has no outgoing values.
         detached: dict[str, Any] = {}
         if loss is None:
             detached = {
@@ -184,7 +184,7 @@ class StageRunner:
             run.add_root(ADDED, total)
         if step.is_training:
             self._runs[stage, microbatch] = run
-        for names, target in stage_pass.targets:
+        for names, target in stage_pass.outgoing:
             # Another stage of this rank must see which values require a gradient.
             values = outputs if isinstance(target, LocalSlot) else detached
             target.put(list(map(values.__getitem__, names)))
@@ -209,7 +209,7 @@ class StageRunner:
                     self._loss_gradient_key, self._loss_gradient = key, torch.full_like(loss, key[0])
                 # A copy, as hooks may change it in place.
                 gradients[LOSS] = self._loss_gradient.clone()
-        for names, slot in stage_pass.sources:
+        for names, slot in stage_pass.incoming:
             for name, gradient in zip(names, slot.take(), strict=True):
                 if gradient is not None:
                     sum_so_far = gradients.get(name)
@@ -218,7 +218,7 @@ class StageRunner:
             returned = self._runs[stage, microbatch].input_grad(gradients)
         else:
             returned = self._runs.pop((stage, microbatch)).backward(gradients)
-        for names, target in stage_pass.targets:
+        for names, target in stage_pass.outgoing:
             target.put(list(map(returned.get, names)))
 
     def weight_grad(self, stage_pass: StagePass) -> None:

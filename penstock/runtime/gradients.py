@@ -17,12 +17,12 @@ from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, t
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.tensor_parallel import (
     ParameterLayout,
+    distribute_like,
+    dtensor_from_shard,
     full_tensor,
     is_sharded,
     local_shard,
     resolve_partial,
-    shard_like,
-    sharded_like,
     stored_entries,
 )
 
@@ -88,7 +88,7 @@ class ReplicaReducer:
                 # A parameter that no replica used has no gradient, as in plain training.
                 if is_present:
                     local = average.view_as(local_shard(parameter)).clone()
-                    parameter.grad = sharded_like(local, parameter)
+                    parameter.grad = dtensor_from_shard(local, parameter)
         self._started.clear()
 
     def clear(self) -> None:
@@ -162,7 +162,7 @@ class TiedReducer:
                     total = received if total is None else total if received is None else total + received
                 for rank in others:
                     send_tensor(self._groups, total, rank)
-            tied.parameter.grad = None if total is None else shard_like(total, tied.parameter)
+            tied.parameter.grad = None if total is None else distribute_like(total, tied.parameter)
 
 
 def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None:

@@ -32,7 +32,7 @@ class BatchSignature(NamedTuple):
     input_names: tuple[str, ...]
     """name of every tensor of the batch in order; "" for those of the target"""
     structure: str
-    sizes: frozenset[int]
+    split_indices: frozenset[int]
     """the indices of the tensors that every rank reads to split the batch"""
     lists: tuple[str, ...]
     """the names of the lists with an entry per sample, whose tensors have other names in a microbatch"""
@@ -176,13 +176,13 @@ class BatchSender:
                 for position, name in enumerate(signature.input_names)
                 if name in read
                 or (is_last and not name)
-                or position in signature.sizes
+                or position in signature.split_indices
                 or name.startswith(tuple(f"{prefix}." for prefix in lists))
             }
         return signature.needed[rank]
 
 
-class GivenNames:
+class PassedArguments:
     """Which arguments each rank passed to a step, as the bits of a number."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -217,14 +217,14 @@ class GivenNames:
             ).on_all_ranks()
 
 
-def has_no_batch(batch: Batch) -> bool:
-    """Whether a rank passed at most a target and options of the model, such as `use_cache=False`."""
+def has_batch(batch: Batch) -> bool:
+    """Whether a rank passed more than a target and options of the model, such as `use_cache=False`."""
     plain = (value is None or isinstance(value, int | float | str) for value in batch.kwargs.values())
-    return not batch.args and all(plain)
+    return bool(batch.args) or not all(plain)
 
 
 @contextmanager
-def naming_the_first_rank() -> Iterator[None]:
+def hinting_at_rank_0_arguments() -> Iterator[None]:
     """Add to an error of the model that it was given the arguments of rank 0 only."""
     try:
         yield

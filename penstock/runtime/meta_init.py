@@ -118,8 +118,8 @@ def _compute_buffers(
             buffer, other, expected = first.get(name), second.get(name), module._buffers[name]
             if name in buffers or buffer is None or other is None or buffer.is_meta or other.is_meta:
                 continue
-            has_form = buffer.shape == expected.shape and buffer.dtype is expected.dtype
-            if has_form and torch.equal(buffer, other):
+            has_same_spec = buffer.shape == expected.shape and buffer.dtype is expected.dtype
+            if has_same_spec and torch.equal(buffer, other):
                 buffers[name] = buffer
     unknown = [name for name in names if name not in buffers]
     if unknown:

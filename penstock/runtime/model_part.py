@@ -29,9 +29,9 @@ from penstock.runtime.row_parameters import RowParameters
 from penstock.runtime.tensor_parallel import (
     PartialGradients,
     ReplicatedGradients,
+    distribute_like,
     find_layouts,
     replicas_share_parameters,
-    shard_like,
 )
 from penstock.stages import PartitionedModel, Stage, parameter_ranks
 
@@ -76,7 +76,7 @@ class ModelPart:
         if not self.has_weights:
             materialize(model, self._named_parameters().keys(), torch.get_default_device())
             self.stages = self._make_stages(plan)
-        own_loss = self._loss_without_model(loss_module)
+        own_loss = self._own_loss_module(loss_module)
         self.loss_state = frozenset(own_loss.state_dict())
         """names of the parameters and buffers of the loss module, on every rank"""
         self._parallelize(parallelize, own_loss, plan.num_stages - 1)
@@ -106,7 +106,7 @@ class ModelPart:
         partitioned, recomputes = PartitionedModel(self.captured, plan.partition), plan.choices.recompute
         return {index: Stage(partitioned, index, recomputes[index]) for index in indices}
 
-    def _loss_without_model(self, loss_module: nn.Module | None) -> nn.Module:
+    def _own_loss_module(self, loss_module: nn.Module | None) -> nn.Module:
         """A module with the loss module as its child `loss_fn`, without parameters that are the model's.
 
         Empty if the loss module has no parameters of its own.
@@ -242,7 +242,7 @@ class ModelPart:
         _check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
             tensors = stage.state_dict()
-            stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
+            stage.load_state_dict({name: distribute_like(state[name], tensor) for name, tensor in tensors.items()})
         self.has_weights, self.weights_error = True, None
 
 

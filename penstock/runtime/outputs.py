@@ -71,9 +71,9 @@ def check_output_dims(output_dims: object) -> None:
 class OutputMerger:
     """Merges the outputs of the microbatches of a step into those of the batch, on the rank of the last stage."""
 
-    def __init__(self, captured: Captured, is_warning: bool = True) -> None:
-        """`is_warning`: whether this rank issues warnings."""
-        self._captured, self._is_warning = captured, is_warning
+    def __init__(self, captured: Captured, issues_warnings: bool = True) -> None:
+        """`issues_warnings`: whether this rank does."""
+        self._captured, self._issues_warnings = captured, issues_warnings
         self._joined: LruCache[tuple[int, int], tuple[Sequence[Recording], Any]] = LruCache()
         """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
         self._warned: set[str] = set()
@@ -99,7 +99,7 @@ class OutputMerger:
         pairs = zip(tensors, names, strict=False)
         losses = {name: weights_by_value[value] for name, value in pairs if value in weights_by_value}
         result = merge(outputs, sizes, weights, joined, output_dims, losses)
-        if self._is_warning and (averaged := result.averaged - self._warned):
+        if self._issues_warnings and (averaged := result.averaged - self._warned):
             self._warned |= averaged
             text = ", ".join(sorted(averaged))
             message = (
@@ -255,13 +255,13 @@ class _Merging:
             dim = additive_dim(whole, shapes[:2]) if isinstance(whole, tuple) else None
             if dim is None and (whole is None or any(shape != whole for shape in shapes[:2])):
                 problem = "an output has no dimension along which microbatches can be concatenated"
-                raise _refusal(problem, name, tensors, of_both=whole)
+                raise _merge_error(problem, name, tensors, of_both=whole)
         if dim is None:
             return self._equal(tensors, name)
         try:
             return torch.cat(tensors, dim)
         except (RuntimeError, IndexError):
-            raise _refusal("the outputs of microbatches cannot be concatenated", name, tensors, dim=dim) from None
+            raise _merge_error("the outputs of microbatches cannot be concatenated", name, tensors, dim=dim) from None
 
     def _number(self, tensors: list[Tensor], name: str, rule: Any) -> Any:
         if rule in ("mean", "sum"):
@@ -281,10 +281,10 @@ class _Merging:
             return values[0]
         if self._joined is None:
             return values
-        raise _refusal("an output without a batch dimension differs between microbatches", name, values)
+        raise _merge_error("an output without a batch dimension differs between microbatches", name, values)
 
 
-def _refusal(problem: str, name: str, outputs: Sequence[Any], **details: object) -> RunError:
+def _merge_error(problem: str, name: str, outputs: Sequence[Any], **details: object) -> RunError:
     shown = [tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__ for output in outputs[:2]]
     rules = f"{{{name!r}: ...}}" if name else "..."
     return RunError(

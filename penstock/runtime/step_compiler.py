@@ -31,13 +31,13 @@ from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
+    IncomingValues,
     LocalSlot,
+    OutgoingValues,
     PassRunner,
     RankProgram,
     StagePass,
     Thunk,
-    ValuesFrom,
-    ValuesTo,
 )
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 from penstock.stages import Ownership
@@ -290,7 +290,7 @@ class _RankCompiler:
             return CompiledAction(code, partial(run, action.stage))
         passes = [self._pass(each) for each in action.parts]
         calls = [partial(self._method(each), stage_pass) for each, stage_pass in zip(action.parts, passes, strict=True)]
-        recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.sources if isinstance(slot, RecvSlot))
+        recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot))
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
         return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
@@ -317,11 +317,11 @@ class _RankCompiler:
         splits_backward = (stage, microbatch) in self._split
         return StagePass(stage, microbatch, tuple(sources), tuple(targets), splits_backward, received)
 
-    def _source(self, values: Sequence[Value], key: MessageKey) -> ValuesFrom:
-        return ValuesFrom(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
+    def _source(self, values: Sequence[Value], key: MessageKey) -> IncomingValues:
+        return IncomingValues(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
 
-    def _target(self, values: Sequence[Value], key: MessageKey) -> ValuesTo:
-        return ValuesTo(tuple(value.name for value in values), self._sends.get(key) or self._local(key))
+    def _target(self, values: Sequence[Value], key: MessageKey) -> OutgoingValues:
+        return OutgoingValues(tuple(value.name for value in values), self._sends.get(key) or self._local(key))
 
     def _local(self, key: MessageKey) -> LocalSlot:
         return self._locals.setdefault(key, LocalSlot())

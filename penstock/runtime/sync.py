@@ -5,7 +5,7 @@ an error on all ranks that names the calls, instead of a hang. The ranks of a pi
 replicas, and those that share tensors.
 
 gloo accepts a smaller message, or another dtype of the same size, without an error, and a larger message aborts the
-process. So the ranks must agree on every shape before data is sent, and the exchange itself uses a fixed-size row,
+process. So the ranks must agree on every shape before data is sent, and the exchange itself uses votes of a fixed size,
 whatever operation each rank was called for.
 """
 
@@ -83,13 +83,13 @@ class SyncResult(NamedTuple):
     maxes: tuple[float, ...]
     pipeline_sums: tuple[float, ...]
     """over the ranks of this pipeline only"""
-    rows: bytes = b""
+    votes: bytes = b""
     sums_by_pipeline: tuple[tuple[float, ...], ...] = ()
     """the sums of each pipeline, in the order of the pipelines; empty if there is one"""
 
     def content(self, rank: int) -> tuple[float, ...]:
         """The content of the vote of one rank of this pipeline."""
-        return _Row.unpack(self.rows[rank * ROW_BYTES :]).content
+        return _PackedVote.unpack(self.votes[rank * VOTE_BYTES :]).content
 
 
 _EMPTY, _NO_AGREEMENT = SyncVote(), Agreement()
@@ -111,9 +111,9 @@ class RankSync:
         self._number, self._pipeline_id = 0, -1
         self.step = 0
         """the step of the last request"""
-        self._open: tuple[SyncRequest, SyncVote, _Row | None] | None = None
+        self._open: tuple[SyncRequest, SyncVote, _PackedVote | None] | None = None
 
-    def establish(self, options: Agreement, plan_digest: int = 0) -> bool:
+    def first_sync(self, options: Agreement, plan_digest: int = 0) -> bool:
         """Run the first sync: compare the options of each rank's Pipeline, and give it one number on all ranks.
 
         Returns whether all ranks gave the same digest of the plan.
@@ -129,7 +129,7 @@ class RankSync:
             self._groups.monitor.preparing()
         return largest == -smallest
 
-    def beside(self, number: int) -> "RankSync":
+    def concurrent(self, number: int) -> "RankSync":
         """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
         other = RankSync(self._groups, TAG + number)
         other._pipeline_id = self._pipeline_id
@@ -200,7 +200,7 @@ class RankSync:
             # that were sent must be received, or they would be taken for those of this sync.
             with suppress(RunError):
                 unfinished.finish()
-        row = None
+        packed = None
         if self._ranks is not None:
             agreement = vote.agreement or _NO_AGREEMENT
             key = _Key(
@@ -210,29 +210,29 @@ class RankSync:
                 agreement.digest if vote.agreement is not None else 0,
                 vote.checksum,
             )
-            row = _Row(key, request.text, agreement.num_bytes, vote.sums, vote.maxes, vote.content)
-            self._ranks.start(row.pack())
+            packed = _PackedVote(key, request.text, agreement.num_bytes, vote.sums, vote.maxes, vote.content)
+            self._ranks.start(packed.pack())
         self._number += 1
         self.step = request.step
-        self._open = (request, vote, row)
+        self._open = (request, vote, packed)
         if self._control_id is not None:
             self._unfinished[self._control_id] = self
 
     def finish(self) -> SyncResult:
         """Wait for the votes of all ranks; raises the same error on every rank if they do not agree."""
         assert self._open is not None
-        (request, vote, row), self._open = self._open, None
+        (request, vote, packed), self._open = self._open, None
         self._unfinished.pop(self._control_id, None)
-        if self._ranks is None or row is None:
+        if self._ranks is None or packed is None:
             return SyncResult(vote.sums, vote.maxes, vote.sums)
         if self._groups.monitor is not None:
             self._groups.monitor.syncing(request.name, request.step)
         data = self._ranks.finish()
-        problem = None if _keys_are_equal(data) else _problem(self._ranks, _rows(data), vote, "rank")
-        sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), ROW_BYTES)])
+        problem = None if _keys_are_equal(data) else _problem(self._ranks, _unpack_votes(data), vote, "rank")
+        sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), VOTE_BYTES)])
         pipeline_sums, by_pipeline = sums, ()
         if self._pipelines is not None:
-            votes = self._finish_pipelines(self._pipelines, row._replace(sums=sums, maxes=maxes), vote, problem)
+            votes = self._finish_pipelines(self._pipelines, packed._replace(sums=sums, maxes=maxes), vote, problem)
             sums, maxes = _reduced(votes)
             by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
@@ -240,22 +240,23 @@ class RankSync:
         return SyncResult(sums, maxes, pipeline_sums, data, by_pipeline)
 
     def _finish_pipelines(
-        self, pipelines: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
+        self, pipelines: "_Exchange", pipeline_vote: "_PackedVote", vote: SyncVote, problem: RunError | None
     ) -> "list[_Reductions]":
         """The results of all pipelines; a problem of one pipeline is a problem of all."""
-        agreement, digest = _NO_AGREEMENT, pipeline_row.key.request
+        agreement, digest = _NO_AGREEMENT, pipeline_vote.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
         elif vote.agreement is not None and (vote.includes_pipelines or digest == _REFUSED):
             agreement = vote.agreement
-        key = _Key(pipeline_row.key.number, pipeline_row.key.step, digest, agreement.digest)
-        pipelines.start(_Row(key, pipeline_row.text, agreement.num_bytes, pipeline_row.sums, pipeline_row.maxes).pack())
-        rows = _rows(pipelines.finish())
+        key = _Key(pipeline_vote.key.number, pipeline_vote.key.step, digest, agreement.digest)
+        own = pipeline_vote._replace(key=key, num_text_bytes=agreement.num_bytes, content=())
+        pipelines.start(own.pack())
+        votes = _unpack_votes(pipelines.finish())
         kind = "replica" if self._groups.num_tensor_ranks == 1 else "pipeline"
-        other = _problem(pipelines, rows, SyncVote(agreement), kind)
+        other = _problem(pipelines, votes, SyncVote(agreement), kind)
         if other is not None and problem is None:
             raise other
-        return [(row.sums, row.maxes) for row in rows]
+        return [(packed.sums, packed.maxes) for packed in votes]
 
 
 _TEXT_BYTES = 104
@@ -263,14 +264,14 @@ _HEAD = struct.Struct(f"<6q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
 _REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
 _KEY_BYTES = 5 * 8
 _Reductions = tuple[tuple[float, ...], tuple[float, ...]]
-ROW_BYTES = _HEAD.size + MAX_CONTENT * 8
+VOTE_BYTES = _HEAD.size + MAX_CONTENT * 8
 """size of a vote as it is sent"""
 _MAX_TEXT = 10_000  # of the error of another rank
 
 
 def sync_bytes(num_ranks: int) -> int:
     """Size of the largest message of a sync."""
-    return num_ranks * ROW_BYTES
+    return num_ranks * VOTE_BYTES
 
 
 _NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
@@ -287,7 +288,7 @@ class _Key(NamedTuple):
     checksum: int = 0
 
 
-class _Row(NamedTuple):
+class _PackedVote(NamedTuple):
     """A vote as it is sent, with the key at the beginning."""
 
     key: _Key
@@ -306,21 +307,21 @@ class _Row(NamedTuple):
             text = text[:_TEXT_BYTES].decode(errors="ignore").encode()
         reduced = (*self.sums, *_NO_SUMS[len(self.sums) :], *self.maxes, *_NO_MAXES[len(self.maxes) :])
         head = _HEAD.pack(*self.key, self.num_text_bytes, text, len(text), len(self.content), *reduced)
-        return (head + struct.pack(f"<{len(self.content)}d", *self.content)).ljust(ROW_BYTES, b"\0")
+        return (head + struct.pack(f"<{len(self.content)}d", *self.content)).ljust(VOTE_BYTES, b"\0")
 
     @classmethod
-    def unpack(cls, data: bytes) -> "_Row":
+    def unpack(cls, data: bytes) -> "_PackedVote":
         *key, num_text_bytes, text, length, count = _HEAD.unpack_from(data)[: 6 + 3]
         content = struct.unpack_from(f"<{count}d", data, _HEAD.size)
         return cls(_Key(*key), text[:length].decode(), num_text_bytes, *_reductions(data, 0), content)
 
 
-def _rows(data: bytes) -> list[_Row]:
-    return [_Row.unpack(data[start : start + ROW_BYTES]) for start in range(0, len(data), ROW_BYTES)]
+def _unpack_votes(data: bytes) -> list[_PackedVote]:
+    return [_PackedVote.unpack(data[start : start + VOTE_BYTES]) for start in range(0, len(data), VOTE_BYTES)]
 
 
 def _reductions(data: bytes, start: int) -> _Reductions:
-    """Sums and maxima of the row that begins at `start`, without unpacking the rest."""
+    """Sums and maxima of the vote that begins at `start`, without unpacking the rest."""
     reduced = _REDUCED.unpack_from(data, start + _HEAD.size - _REDUCED.size)
     return reduced[:MAX_REDUCED], reduced[MAX_REDUCED:]
 
@@ -333,13 +334,13 @@ def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
 
 
 def _keys_are_equal(data: bytes) -> bool:
-    """Whether all ranks agree: the usual case, decided without unpacking the rows."""
+    """Whether all ranks agree: the usual case, decided without unpacking the votes."""
     key = data[:_KEY_BYTES]
-    return all(data.startswith(key, start) for start in range(ROW_BYTES, len(data), ROW_BYTES))
+    return all(data.startswith(key, start) for start in range(VOTE_BYTES, len(data), VOTE_BYTES))
 
 
 class _Exchange:
-    """Gathers the rows of all ranks of one group: each sends its own to the last rank, which sends all of them back.
+    """Gathers the votes of all ranks of one group: each sends its own to the last rank, which sends all of them back.
 
     That takes two messages per rank, where all_gather takes one per pair of ranks. Every rank must call `start` and
     `finish` in turn. With `uses_channels` they travel in shared memory once all ranks are connected by it.
@@ -350,28 +351,28 @@ class _Exchange:
         self._channels: Any = None
         """ByteChannels of the exchange that was started, by rank; those of `groups` may be created before it ends"""
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
-        self._table = bytearray((self._last + 1) * ROW_BYTES)
+        self._table = bytearray((self._last + 1) * VOTE_BYTES)
         self._whole = torch.frombuffer(self._table, dtype=torch.uint8)
-        self._rows = torch.split(self._whole, ROW_BYTES)
+        self._votes = torch.split(self._whole, VOTE_BYTES)
         self._works: list[Any] = []
 
-    def start(self, row: bytes) -> None:
-        """Send this rank's row, without waiting."""
-        start = self._rank * ROW_BYTES
-        self._table[start : start + ROW_BYTES] = row
+    def start(self, packed: bytes) -> None:
+        """Send this rank's vote, without waiting."""
+        start = self._rank * VOTE_BYTES
+        self._table[start : start + VOTE_BYTES] = packed
         self._channels = self._groups.channels if self._uses_channels else None
         if self._channels:
             if self._rank != self._last:
-                self._groups.start(self._channels[self._last].send, row)
+                self._groups.start(self._channels[self._last].send, packed)
         elif self._rank == self._last:
-            self._works = [self._recv(self._rows[rank], rank) for rank in range(self._last)]
+            self._works = [self._recv(self._votes[rank], rank) for rank in range(self._last)]
         else:
-            # Receiving into the table that holds the row being sent is safe: the answer comes only after the row
+            # Receiving into the table that holds the vote being sent is safe: the answer comes only after the vote
             # has arrived, and has the same bytes at this position.
-            self._works = [self._recv(self._whole, self._last), self._send(self._rows[self._rank], self._last)]
+            self._works = [self._recv(self._whole, self._last), self._send(self._votes[self._rank], self._last)]
 
     def finish(self) -> bytes:
-        """Wait for the rows of all ranks."""
+        """Wait for the votes of all ranks."""
         if self._channels:
             return self._groups.start(self._finish_channels)  # type: ignore[no-any-return]
         self._wait(self._works)
@@ -383,15 +384,15 @@ class _Exchange:
         if self._rank != self._last:
             return self._channels[self._last].receive(self._groups.monitor)  # type: ignore[no-any-return]
         for rank in range(self._last):
-            start = rank * ROW_BYTES
-            self._table[start : start + ROW_BYTES] = self._channels[rank].receive(self._groups.monitor)
+            start = rank * VOTE_BYTES
+            self._table[start : start + VOTE_BYTES] = self._channels[rank].receive(self._groups.monitor)
         table = bytes(self._table)
         for channel in self._channels.values():
             channel.send(table)
         return table
 
     def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
-        """The texts of all ranks, whose sizes in bytes are known from the rows."""
+        """The texts of all ranks, whose sizes in bytes are known from the votes."""
         encoded, whole = text.encode(errors="replace"), torch.zeros(sum(sizes), dtype=torch.uint8)
         parts = torch.split(whole, list(sizes))
         if self._rank == self._last:
@@ -419,24 +420,24 @@ def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
-def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: str) -> RunError | None:
+def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, kind: str) -> RunError | None:
     """Why the ranks cannot continue, the same error on all; None if all keys are equal.
 
-    `kind` is "rank", or "replica" or "pipeline" if the rows are those of all pipelines.
+    `kind` is "rank", or "replica" or "pipeline" if the votes are those of all pipelines.
     """
-    if all(row.key == rows[0].key for row in rows):
+    if all(packed.key == votes[0].key for packed in votes):
         return None
-    refusing = [index for index, row in enumerate(rows) if row.key.request == _REFUSED]
-    refusing.sort(key=lambda index: rows[index].content)
-    problem = None if refusing else _different_requests(rows, kind)
-    if problem is None and not refusing and len({row.key.checksum for row in rows}) > 1:
+    refusing = [index for index, packed in enumerate(votes) if packed.key.request == _REFUSED]
+    refusing.sort(key=lambda index: votes[index].content)
+    problem = None if refusing else _different_requests(votes, kind)
+    if problem is None and not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
-        # Every rank takes part in these exchanges, because all of them see the same rows.
+        # Every rank takes part in these exchanges, because all of them see the same votes.
         text = json.dumps(describe_batch(vote.batch))
-        sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(rows))
+        sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(votes))
         problem = different_batches([json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))])
     elif problem is None:
-        texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
+        texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
         if refusing:
             problem = RunError.from_dict(json.loads(texts[refusing[0]]), **{kind: refusing[0]})
             problem.repeats = True
@@ -452,24 +453,24 @@ def _error_text(error: Exception) -> str:
     return json.dumps(error.to_dict())
 
 
-def _different_requests(rows: Sequence[_Row], kind: str) -> RunError | None:
+def _different_requests(votes: Sequence[_PackedVote], kind: str) -> RunError | None:
     """The error for ranks that were called for different operations; None if all requests are the same."""
-    texts = [row.text for row in rows]
-    if len({row.key.request for row in rows}) > 1:
+    texts = [packed.text for packed in votes]
+    if len({packed.key.request for packed in votes}) > 1:
         usual, _ = Counter(texts).most_common(1)[0]
         first = texts.index(usual)
-        other = next(index for index, row in enumerate(rows) if row.key.request != rows[first].key.request)
+        other = next(index for index, packed in enumerate(votes) if packed.key.request != votes[first].key.request)
         if texts[other] == usual:
             problem = f"{kind} {other} {_called(usual)} of another Pipeline than {kind} {first}"
         else:
             problem = f"{kind} {other} {_called(texts[other])} while {kind} {first} {_called(usual)}"
         return RunError(
             problem,
-            step=rows[first].key.step,
-            **{f"{kind}_{index}": text for index, text in enumerate(texts)} if len(rows) > 2 else {},
+            step=votes[first].key.step,
+            **{f"{kind}_{index}": text for index, text in enumerate(texts)} if len(votes) > 2 else {},
             hint=f"the same calls in the same order, with the same options, on every {kind}",
         )
-    steps, numbers = [row.key.step for row in rows], [row.key.number for row in rows]
+    steps, numbers = [packed.key.step for packed in votes], [packed.key.number for packed in votes]
     if len(set(steps)) > 1:
         hint = f"the same calls of step and eval on every {kind}"
         return RunError(f"the {kind}s are at different steps", called=texts[0], steps=steps, hint=hint)

@@ -62,7 +62,7 @@ def stored_entries(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
-def sharded_like(local: Tensor, other: Tensor) -> Tensor:
+def dtensor_from_shard(local: Tensor, other: Tensor) -> Tensor:
     """The tensor of which this rank has the shard `local`, sharded like another one; `local` if that is plain."""
     if not isinstance(other, DTensor):
         return local
@@ -75,7 +75,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(value: Tensor, other: Tensor) -> Tensor:
+def distribute_like(value: Tensor, other: Tensor) -> Tensor:
     """This rank's shard of a whole tensor, sharded like `other`; the tensor itself if `other` is plain."""
     if isinstance(other, DTensor) and not isinstance(value, DTensor):
         # Every rank has the whole tensor, so nothing needs to be sent.
@@ -146,7 +146,7 @@ def find_layouts(
             raise untied
         return {parameter: ParameterLayout() for _, parameter in named}
     averaged = averaged_by_fsdp(stages)
-    problem = untied or _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages, averaged)
+    problem = untied or _wrong_mesh(groups, named) or _layer_split_over_replicas(groups, stages, averaged)
     rows, difference = _gather_hashes(groups, named, has_weights)
     raise_on_all_ranks(groups, problem or difference)
     replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
@@ -229,7 +229,7 @@ def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]
     return None
 
 
-def _tensor_parallel_replicas(
+def _layer_split_over_replicas(
     groups: ProcessGroups, stages: Iterable[nn.Module], averaged: Mapping[nn.Parameter, tuple[set[int], float]]
 ) -> RunError | None:
     """The error for a layer that torch's tensor parallelism splits over replicas: they have different batches."""

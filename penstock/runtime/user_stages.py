@@ -104,7 +104,7 @@ class UserStageRunner:
         index, microbatch = stage_pass.stage, stage_pass.microbatch
         self.fsdp.wait(index)
         stage, received, is_local = self.stages[index], [], False
-        for _, slot in stage_pass.sources:
+        for _, slot in stage_pass.incoming:
             received += [value for value in slot.take() if value is not None]
             is_local = isinstance(slot, LocalSlot)
         self.received[index, microbatch] = tuple(map(spec_of, received))
@@ -138,7 +138,7 @@ class UserStageRunner:
                 run.own_backward = lambda gradients: own_backward([gradients.get(str(each)) for each in range(count)])
             self._runs[index, microbatch] = run
         values = list(run.take_outputs().values())
-        for _, target in stage_pass.targets:
+        for _, target in stage_pass.outgoing:
             target.put(values)
 
     def _check_values(self, stage: int, microbatch: int, values: Sequence[Tensor]) -> None:
@@ -166,7 +166,7 @@ class UserStageRunner:
         if key in self._loss_gradients:
             gradients[LOSS] = self._loss_gradients.pop(key)
         names = [str(number) for number, spec in enumerate(self.sent[key]) if spec.requires_grad]
-        for _, slot in stage_pass.sources:
+        for _, slot in stage_pass.incoming:
             given = slot.take()
             gradients.update(zip(names, given, strict=True))
             self.missing_gradients[key] = {int(name) for name, each in gradients.items() if each is None}
@@ -181,7 +181,7 @@ class UserStageRunner:
             returned = self._runs[key].input_grad(gradients)
         else:
             returned = self._runs.pop(key).backward(gradients)
-        for _, target in stage_pass.targets:
+        for _, target in stage_pass.outgoing:
             target.put(list(returned.values()))
             missing = {int(name) for name, each in returned.items() if each is None}
             self.missing_gradients[index - 1, microbatch] = missing

@@ -35,9 +35,9 @@ def check(captured: Captured, partition: Partition) -> None:
     args, kwargs = captured.other_batch()
     if captured.has_shared_draws(args, kwargs):
         seed = DrawSeed(_SEED)
-        whole, stages = partial(captured.whole_with_draws, seed), StageSequence(captured, partition, seed=seed)
+        whole, stages = partial(captured.run_unsplit_with_draws, seed), StageSequence(captured, partition, seed=seed)
     else:
-        whole, stages = captured.whole, StageSequence(captured, partition)
+        whole, stages = captured.run_unsplit, StageSequence(captured, partition)
     expected, actual = _run_step(captured, whole, args, kwargs), _run_step(captured, stages, args, kwargs)
     wrong = compare_tensors("the model", distances(expected, actual), {}).first_wrong
     if wrong is not None:

@@ -77,7 +77,7 @@ def test_all_microbatches_of_a_step_leave_out_the_same_blocks_as_the_whole_batch
         result = pipe.step(BATCH, target=target)
         found = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
-        whole = nn.functional.mse_loss(captured.whole_with_draws(DrawSeed(result.seed), BATCH), target)
+        whole = nn.functional.mse_loss(captured.run_unsplit_with_draws(DrawSeed(result.seed), BATCH), target)
         whole.backward()
         torch.testing.assert_close(result.loss, whole.detach())
         torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()])
@@ -105,9 +105,9 @@ def test_a_function_that_draws_an_array_is_one_call():
     assert nodes["/draw_mask"]
     assert nodes["/random"]
     assert nodes["/rand"]
-    first, second = (captured.whole_with_draws(DrawSeed(seed), BATCH) for seed in (1, 2))
+    first, second = (captured.run_unsplit_with_draws(DrawSeed(seed), BATCH) for seed in (1, 2))
     assert not torch.equal(first, second)
-    assert torch.equal(first, captured.whole_with_draws(DrawSeed(1), BATCH))
+    assert torch.equal(first, captured.run_unsplit_with_draws(DrawSeed(1), BATCH))
     plan = quick_plan(model, (BATCH,), ranks=2, microbatches=2, schedule="1f1b")
     assert penstock.check(model, plan, (BATCH,), loss_fn=nn.functional.mse_loss, target=torch.zeros(6, 3)).ok
 
@@ -150,5 +150,5 @@ def test_a_call_of_the_whole_model_draws_no_normal_number_of_the_user(kept):
     expected = np.random.normal(size=kept + 2).tolist()
     np.random.seed(3)
     drawn = np.random.normal(size=kept).tolist()
-    captured.whole_with_draws(DrawSeed(1), BATCH)
+    captured.run_unsplit_with_draws(DrawSeed(1), BATCH)
     assert drawn + np.random.normal(size=2).tolist() == expected

@@ -109,7 +109,7 @@ def test_the_check_finds_a_stage_that_differs():
     other = copy.deepcopy(model.head)
     with torch.no_grad():
         other.weight += 1
-    captured.whole = lambda x: other(model.norm(torch.zeros(6, 8)) + model.embed(x))
+    captured.run_unsplit = lambda x: other(model.norm(torch.zeros(6, 8)) + model.embed(x))
     with pytest.raises(PartitionError, match=r"the stages differ from the model \(tensor: output 0"):
         penstock.split(captured, partition)
 
@@ -117,7 +117,7 @@ def test_the_check_finds_a_stage_that_differs():
 def test_the_check_can_be_switched_off():
     model = Stack()
     captured = penstock.capture(model, (BATCH,))
-    captured.whole = None
+    captured.run_unsplit = None
     assert len(penstock.split(captured, uniform(captured.graph, 2), check=False)) == 2
 
 
