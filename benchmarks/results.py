@@ -233,8 +233,8 @@ ROWS = (
         ),
     ),
     Row(
-        "every loss bit-identical after a rank is killed at random; in a save; damaged checkpoints detected, of 2 and "
-        "3 ranks",
+        "losses bit-identical after a rank was killed at random; killed during a save; damaged checkpoints detected, "
+        "for 2 and 3 ranks",
         "faults",
         (
             Metric("injected faults", "{} runs", ".0f", ("killed at random",)),
