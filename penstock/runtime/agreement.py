@@ -27,8 +27,9 @@ _DEVICE_INTERVAL = 10
 _NUM_SHOWN = 64
 """how many entries of a tensor ranks exchange to find the first that differs"""
 _spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
-"""checksums of names, dtypes and shapes: a few for every kind of batch"""
+"""CRCs by name, dtype and shape of a tensor"""
 _MAX_SPECS = 4096
+"""how many of them are kept: each kind of batch adds one for each of its tensors"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -174,8 +175,8 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
                     if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
                         number = step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL)
                         entries = sample(entries, _NUM_SAMPLED, number)
-                    is_array = is_host and entries.is_contiguous() and entries.dtype in NUMPY_DTYPES
-                    if not is_array or entries.is_neg():
+                    has_numpy_view = is_host and entries.is_contiguous() and entries.dtype in NUMPY_DTYPES
+                    if not has_numpy_view or entries.is_neg():  # numpy() refuses a negated view
                         entries = as_bytes(entries.cpu())
                     crc = zlib.crc32(entries.numpy(), crc)
             elif type(leaf) in _PLAIN:

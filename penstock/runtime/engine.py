@@ -248,10 +248,10 @@ class Engine:
             return self._end_step(step, compiled, None), step.sizes
 
     def _check_padding(self, batch: Batch, request: SyncRequest) -> Batch:
-        """Check once for every kind of padding that the loss does not depend on it, so that it can be cut off.
+        """Check once for each kind of padding that the loss does not depend on it, so that it can be cut off.
 
-        For the check, all ranks evaluate a few samples without padding and with it. Returns the batch with its target
-        where the model expects it.
+        All ranks evaluate a few samples with and without padding. Returns the batch with its target among the keyword
+        arguments if the model's forward takes it.
         """
         groups = self._groups
         # Other replicas have other batches, and with inputs="first" other ranks have none: they agree on the check.

@@ -13,8 +13,8 @@ from penstock.ir import Plan
 from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples
 
 _LOSS_TOLERANCE = 0.2
-"""how far apart losses with and without padding may be, as a share of what rounding explains elsewhere: sums over other
-positions are the only difference"""
+"""largest difference between losses with and without padding, as a share of the tolerance for rounding in other checks:
+here only the order of sums differs"""
 _NUM_COMPARED = 4
 """samples whose loss is compared with and without padding"""
 _NUM_MEASURED = 4
