@@ -425,7 +425,9 @@ class AsyncEngine(Engine):
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         num_backwards_left = dict.fromkeys(self._model_part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(step_number), num_backwards_left)
-        batch_checksum, leaves = self._comparison.checksum(batch, SyncRequest("step", step_number))
+        batch_checksum, leaves = (
+            (0, {}) if groups.is_local else self._comparison.checksum(batch, SyncRequest("step", step_number))
+        )
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:

@@ -102,9 +102,7 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._passed_arguments = PassedArguments(model_part.captured.model.forward)
-        self._comparison = BatchComparison(
-            model_part.captured.model.forward, 0 if groups.is_local else options.check_inputs_every
-        )
+        self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
         self._tokens = TokenBudget(plan)
         self._budget: int | None = None
         """`budget_tokens` of the current step"""
@@ -417,7 +415,7 @@ class Engine:
             batch = self._target_as_argument(batch)
             split = self._split_batch(batch)
             compiled = self._compiled(split, is_training)
-            batch_checksum, leaves = self._comparison.checksum(batch, request)
+            batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
         sums = self._size_and_loss(split, compiled)
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
