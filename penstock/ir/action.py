@@ -35,7 +35,7 @@ COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD,
 
 
 class Fact(IntEnum):
-    """A tensor of one (stage, microbatch) that exists once an action has made it."""
+    """A tensor of one (stage, microbatch) exists: its output, its input gradient or its weight gradient."""
 
     OUTPUT = 0
     INPUT_GRADIENT = 1

@@ -21,7 +21,7 @@ from penstock.measure.memory import Memory
 from penstock.measure.timing import device_name
 
 _METHOD = 3
-"""increased when the method of measuring changes: then cached profiles do not compare"""
+"""increased when the method of measuring changes: then cached profiles are not used any more"""
 _INDEX_NAMES = re.compile(r"_?((layer|block|stage|module)_?(idx|index|id|number|num|i)|idx|index)")
 """attributes in which modules keep their own position: without them, no two layers would be equal"""
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -68,12 +68,16 @@ def measure_links(
     links = tuple(Link(source, target, latency[source][target], bandwidth[source][target]) for source, target in pairs)
     if not links:
         return Cluster(ranks)
-    typical = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
-    return Cluster(ranks, None, *typical, links=links)
+    return Cluster(
+        ranks,
+        latency=median(link.latency for link in links),
+        bandwidth=median(bandwidth[source][target] for source, target in pairs),
+        links=links,
+    )
 
 
 _COPIED_BYTES, _COPIES = (1 << 19, 1 << 22, 1 << 24, 48 << 20), 8
-"""sizes, of which malloc returns memory of the last one to the system whenever it is freed, and copies of each"""
+"""sizes of messages, and copies of each; malloc returns memory of the last size to the system whenever it is freed"""
 
 
 def measure_copies(sizes: Sequence[int] = _COPIED_BYTES) -> tuple[MessageCpu, ...]:

@@ -34,7 +34,7 @@ class Uniform(Partitioner):
 
 
 def uniform(graph: Graph, num_stages: int) -> Partition:
-    """Returns the same partition of a graph without a profile."""
+    """Returns the partition that `Uniform` makes, for a graph that has no profile."""
     count = as_int(num_stages)
     if count is None or count < 1:
         raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))

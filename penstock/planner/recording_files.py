@@ -1,4 +1,8 @@
-"""Reads recordings: Chrome traces of torch.profiler, parquet files of the straggler study, Megatron logs, run.json."""
+"""Reads recordings: Chrome traces of torch.profiler, parquet files, Megatron logs, and penstock's run.json.
+
+The columns of the parquet files are those of the traces published with Lin et al., "Understanding Stragglers in Large
+Model Training Using What-if Analysis", OSDI 2025.
+"""
 
 import gzip
 import json

@@ -208,7 +208,7 @@ class SlowRankAdvisor:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """How many times longer each rank takes than the profile states, by all steps so far."""
+        """How many times longer each rank takes than the profile states: as planned, times the ratios of slow ranks."""
         factors = list(self._plan.cluster.slowness or (1.0,) * self._plan.num_ranks)
         for each in self._detector.slow:
             factors[each.rank] *= each.over_peers
@@ -303,7 +303,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
 
     found: dict[str, NodeCost] = {}
     mean, most = costs.mean(), costs.most()
-    held = most.allocated(Kind.FORWARD), -most.allocated(Kind.WEIGHT_GRAD)
+    kept, late = most.allocated(Kind.FORWARD), -most.allocated(Kind.WEIGHT_GRAD)
     for stage, names in enumerate(plan.partition.stages):
         amounts = {name: work(plan.graph[name]) for name in names}
         total = math.fsum(amounts.values())
@@ -313,8 +313,10 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
             seconds["input_grad"] = seconds["weight_grad"] = seconds["backward"] / 2
         for name, amount in amounts.items():
             share = amount / total if total else 1 / len(names)
-            kept = NodeBytes(*(int(share * float(size[stage, 0])) for size in held))
-            found[name] = NodeCost(name, **{each: share * value for each, value in seconds.items()}, memory=kept)
-    nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
-    step_seconds = math.fsum(cost.seconds for cost in nodes_costs)
-    return Profile(nodes_costs, step_seconds, plan.graph.fingerprint, "estimated from the stages of a plan")
+            memory = NodeBytes(
+                kept=int(share * float(kept[stage, 0])), kept_for_weight_grad=int(share * float(late[stage, 0]))
+            )
+            found[name] = NodeCost(name, **{each: share * value for each, value in seconds.items()}, memory=memory)
+    node_costs = tuple(found[node.name] for node in plan.graph.nodes)
+    step_seconds = math.fsum(cost.seconds for cost in node_costs)
+    return Profile(node_costs, step_seconds, plan.graph.fingerprint, "estimated from the stages of a plan")

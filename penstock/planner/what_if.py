@@ -1,4 +1,4 @@
-"""What-if questions about a recording: where its time goes, who is slow and what that costs, and what would be faster.
+"""What-if questions about a recording: where its time goes, what slow stages and replicas cost, what would be faster.
 
 All answers are simulated from the recorded seconds of passes, with the recorded order unless another is asked for. An
 *ideal* step is one in which every pass of a kind takes the mean seconds of its kind.

@@ -1,8 +1,8 @@
 """When the passes of rank orders run, and which of them the length of a step depends on.
 
 This is a second implementation of the rules of penstock.simulate, for speed: a search evaluates thousands of orders,
-and lowering and simulating one takes 10 to 50 times as long (8 ranks and 32 microbatches, 4 and 8). It is tested
-against the simulator, and every order that a search returns is simulated.
+and lowering and simulating one takes about 10 times as long with 8 ranks and 32 microbatches, and 50 times with 4 and
+8. It is tested against the simulator, and every order that a search returns is simulated.
 
 A message leaves when the pass that made it ends and its link is free; as the links that leave a rank are used in the
 order of its passes, only passes need to be walked. If one pass sends several messages over one link, they go in the

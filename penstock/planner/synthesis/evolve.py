@@ -24,9 +24,9 @@ from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, W
 _RULES = (12, 240)
 """the fewest and the most rules that are tried in each direction"""
 _BASE = 200
-"""orders that islands begin with"""
+"""orders of greedy runs that are kept; each island begins with a few of them"""
 _FOUNDERS, _KEPT, _GENERATIONS = 8, 24, 10
-"""orders that an island begins with, orders that survive a generation, and generations of an island"""
+"""orders that one island begins with, orders that survive a generation, and generations of an island"""
 _CHILDREN = (12, 60)
 """the fewest and the most children of a generation"""
 _MOVES = (100, 1500)

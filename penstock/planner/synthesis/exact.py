@@ -19,7 +19,7 @@ from penstock.planner.synthesis.problem import F, I, RankOrders, ScheduleProblem
 _TICKS = 2_000
 """ticks of the longest duration, if durations are not whole numbers"""
 _JOINING = 0.1
-"""the effort, in parts of the limit, to join backwards that are quicker whole: the solver splits them all"""
+"""the effort, as a share of the limit, to join backwards that are quicker whole: the solver splits them all"""
 
 
 class Proof(NamedTuple):

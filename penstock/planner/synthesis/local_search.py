@@ -8,11 +8,11 @@ from penstock.planner.synthesis.evaluate import critical_chain, evaluate
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, ScheduleProblem, W
 
 MOVE = 0.15
-"""the effort of a move, in parts of a greedy run"""
+"""the effort of a move, as a share of that of a greedy run"""
 _JOIN = 0.1
-"""the effort of joining two passes, in parts of a greedy run"""
+"""the effort of joining two passes, as a share of that of a greedy run"""
 _HOT, _COLD = 1e-2, 5e-4
-"""the first and the last temperature, in parts of the length"""
+"""the first and the last temperature, as shares of the length"""
 _REACH = 8
 """the farthest move, in places"""
 _PASSES_PER_SECOND = 150_000
