@@ -290,7 +290,9 @@ def test_the_readme_counts_the_models_of_the_survey() -> None:
 
 def test_the_page_of_schedules_states_the_stages_per_rank() -> None:
     stated = {row["name"].strip("`"): row["v"] for row in rows(DOCS / "schedules.md", "name")}
-    assert stated == {name: "/".join(map(str, member.choices)) or "any" for name, member in SCHEDULES.items()}
+    assert stated == {
+        name: "/".join(map(str, member.allowed_stages_per_rank)) or "any" for name, member in SCHEDULES.items()
+    }
 
 
 def test_the_readme_states_the_number_of_schedules() -> None:

@@ -145,7 +145,8 @@ def named_schedules(name: str, sizes: Sizes) -> tuple[list[str], list[str]]:
     if name.lower() != "all":
         return [find(name).name], []
     wanted = sizes.stages_per_rank
-    misfits = [key for key, member in SCHEDULES.items() if wanted and member.choices and wanted not in member.choices]
+    allowed = {key: member.allowed_stages_per_rank for key, member in SCHEDULES.items()}
+    misfits = [key for key, counts in allowed.items() if wanted and counts and wanted not in counts]
     return [key for key in SCHEDULES if key not in misfits], misfits
 
 

@@ -220,7 +220,7 @@ class DeviceSearch:
     def _orders(self) -> Iterator[tuple[str, int]]:
         """The schedules and stages per rank that are compared."""
         asked, depth = str(self._options.schedule), self._options.stages_per_rank
-        allowed = _STAGES_PER_RANK if asked == AUTO else find(asked).choices or _STAGES_PER_RANK
+        allowed = _STAGES_PER_RANK if asked == AUTO else find(asked).allowed_stages_per_rank or _STAGES_PER_RANK
         for each in allowed if depth is None else (depth,):
             open_schedule = _FIRST_SCHEDULE if each == 1 else _FIRST_INTERLEAVED
             yield (open_schedule if asked == AUTO else asked), each

@@ -20,7 +20,7 @@ from penstock.ir import (
     kind_of,
     pack,
 )
-from penstock.schedules.weight_filling import refill
+from penstock.schedules.weight_filling import move_weight_grads
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Scheduler(ABC):
     name: ClassVar[str]
     splits_backward: ClassVar[bool] = False
     """whether weight gradients are passes of their own, which measured costs may then move into gaps"""
-    choices: ClassVar[tuple[int, ...]] = ()
-    """the allowed stages per rank; empty: any"""
+    allowed_stages_per_rank: ClassVar[tuple[int, ...]] = ()
+    """empty: any number"""
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class Scheduler(ABC):
         schedule = self.build(ranks, microbatches)
         if costs is None or not self.splits_backward:
             return schedule
-        return refill(schedule, costs)
+        return move_weight_grads(schedule, costs)
 
     @abstractmethod
     def build(self, ranks: int, microbatches: int) -> Schedule:
@@ -65,12 +65,13 @@ class Scheduler(ABC):
                 raise ScheduleError(
                     f"{name} must be a whole number, 1 or more", schedule=self.name, **{name: repr(value)}
                 )
-        if self.choices and self.stages_per_rank not in self.choices:
+        allowed = self.allowed_stages_per_rank
+        if allowed and self.stages_per_rank not in allowed:
             raise ScheduleError(
                 "the schedule does not work with this number of stages per rank",
                 schedule=self.name,
                 stages_per_rank=self.stages_per_rank,
-                hint=f"stages_per_rank={self.choices[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
+                hint=f"stages_per_rank={allowed[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
             )
         stages, kinds = ranks * self.stages_per_rank, 3 if self.splits_backward else 2
         if stages > MAX_STAGES or microbatches > MAX_MICROBATCHES or kinds * stages * microbatches > MAX_ACTIONS:
@@ -111,6 +112,6 @@ def passes(kind: Kind, stages: int | NDArray[np.int64], microbatches: int | NDAr
     return pack(kind, stages, np.arange(microbatches) if isinstance(microbatches, int) else microbatches)
 
 
-def weights_of(input_grads: Codes) -> Codes:
+def weight_grads_of(input_grads: Codes) -> Codes:
     """The weight gradients that belong to input gradients."""
     return input_grads - kind_of(input_grads) + Kind.WEIGHT_GRAD

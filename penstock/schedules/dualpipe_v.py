@@ -37,7 +37,7 @@ class DualPipeV(Scheduler):
 
     stages_per_rank: int = 2
     name = "dualpipe_v"
-    choices = (2,)
+    allowed_stages_per_rank = (2,)
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         # The phases need 2 ranks microbatches; for fewer, the surplus of a longer schedule is removed.

@@ -22,7 +22,7 @@ class GPipe(Scheduler):
     """One stage per rank; every microbatch is in flight at once."""
 
     name = "gpipe"
-    choices = (1,)
+    allowed_stages_per_rank = (1,)
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         orders = [

@@ -1,8 +1,9 @@
 """1f1b with several stages per rank, which divides the bubble by their number.
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". Choose it when
-links are fast and one more fraction of activations is affordable; any number of microbatches works, a multiple of the
-ranks works best.
+links are fast and more activations fit than with 1f1b: at most ranks + (ranks - 1) / stages_per_rank microbatches are
+held, where 1f1b holds ranks. Any number of microbatches works; this memory is that of a multiple of the ranks, which
+works best.
 
 For 2 ranks and 4 microbatches:
 
@@ -28,12 +29,12 @@ class Interleaved(Scheduler):
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         rounds = Rounds(ranks, microbatches, self.stages_per_rank)
-        local, each = rounds.sequence()
+        local, numbers = rounds.sequence()
         last = self.stages_per_rank - 1
         orders = [
             staggered(
-                (passes(Kind.FORWARD, local * ranks + rank, each), 0),
-                (passes(Kind.BACKWARD, (last - local) * ranks + rank, each), rounds.lead + 2 * (ranks - 1 - rank)),
+                (passes(Kind.FORWARD, local * ranks + rank, numbers), 0),
+                (passes(Kind.BACKWARD, (last - local) * ranks + rank, numbers), rounds.lead + 2 * (ranks - 1 - rank)),
             )
             for rank in range(ranks)
         ]
@@ -64,8 +65,8 @@ class Rounds:
         return (self.stages_per_rank - 1) * int(self.sizes[0])
 
     def sequence(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sequence of forwards: stages of the rank, counted from 0, and microbatches."""
+        """The sequence of forwards: stages of the rank, counted from 0, and numbers of microbatches."""
         last = np.cumsum(self.sizes)
-        each = [np.arange(end - size, end) for size, end in zip(self.sizes, last, strict=True)]
-        locals_ = np.concatenate([np.repeat(np.arange(self.stages_per_rank), size) for size in self.sizes])
-        return locals_, np.concatenate([np.tile(part, self.stages_per_rank) for part in each])
+        rounds = [np.arange(end - size, end) for size, end in zip(self.sizes, last, strict=True)]
+        local = np.concatenate([np.repeat(np.arange(self.stages_per_rank), size) for size in self.sizes])
+        return local, np.concatenate([np.tile(numbers, self.stages_per_rank) for numbers in rounds])

@@ -12,7 +12,7 @@ For 2 ranks and 4 microbatches:
 from dataclasses import dataclass
 
 from penstock.ir import Kind, Orders, Placement, Schedule
-from penstock.schedules.base import Scheduler, passes, staggered, weights_of
+from penstock.schedules.base import Scheduler, passes, staggered, weight_grads_of
 from penstock.schedules.interleaved import Rounds
 
 
@@ -26,17 +26,17 @@ class InterleavedZB(Scheduler):
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         rounds = Rounds(ranks, microbatches, self.stages_per_rank)
-        local, each = rounds.sequence()
+        local, numbers = rounds.sequence()
         last = self.stages_per_rank - 1
         orders = []
         for rank in range(ranks):
             warm_up = rounds.lead + ranks - 1 - rank
-            input_grads = passes(Kind.INPUT_GRAD, (last - local) * ranks + rank, each)
+            input_grads = passes(Kind.INPUT_GRAD, (last - local) * ranks + rank, numbers)
             orders.append(
                 staggered(
-                    (passes(Kind.FORWARD, local * ranks + rank, each), 0),
+                    (passes(Kind.FORWARD, local * ranks + rank, numbers), 0),
                     (input_grads, warm_up),
-                    (weights_of(input_grads), warm_up + rank),
+                    (weight_grads_of(input_grads), warm_up + rank),
                 )
             )
         return Schedule(Placement.loop(ranks, self.stages_per_rank), microbatches, Orders(orders))

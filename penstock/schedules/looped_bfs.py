@@ -26,12 +26,12 @@ class LoopedBFS(Scheduler):
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         stages = np.repeat(np.arange(self.stages_per_rank) * ranks, microbatches)
-        each = np.tile(np.arange(microbatches), self.stages_per_rank)
+        numbers = np.tile(np.arange(microbatches), self.stages_per_rank)
         orders = [
             np.concatenate(
                 (
-                    passes(Kind.FORWARD, stages + rank, each),
-                    passes(Kind.BACKWARD, stages[::-1] + rank, each[::-1]),
+                    passes(Kind.FORWARD, stages + rank, numbers),
+                    passes(Kind.BACKWARD, stages[::-1] + rank, numbers[::-1]),
                 )
             )
             for rank in range(ranks)

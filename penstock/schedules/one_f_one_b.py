@@ -22,7 +22,7 @@ class OneFOneB(Scheduler):
     """One stage per rank; rank r runs ranks - 1 - r forwards ahead."""
 
     name = "1f1b"
-    choices = (1,)
+    allowed_stages_per_rank = (1,)
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         orders = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.ir import Schedule, StageCosts
 from penstock.schedules.base import Scheduler
 from penstock.schedules.vee_blocks import Block, repeat_block
-from penstock.schedules.weight_filling import refill
+from penstock.schedules.weight_filling import move_weight_grads
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class VHalf(Scheduler):
 
     stages_per_rank: int = 2
     name = "v_half"
-    choices = (2,)
+    allowed_stages_per_rank = (2,)
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
@@ -32,4 +32,4 @@ class VHalf(Scheduler):
         pauses = (0, 0, 1) if ranks % 2 else (0, 3, 1)
         repeated = repeat_block(Block(2, 1, 2, 1, pauses), ranks, microbatches)
         # Warm-up and cool-down of the repeated block leave gaps that weight gradients fill.
-        return refill(repeated, StageCosts.uniform(2 * ranks))
+        return move_weight_grads(repeated, StageCosts.uniform(2 * ranks))

@@ -23,7 +23,7 @@ class VMin(Scheduler):
 
     stages_per_rank: int = 2
     name = "v_min"
-    choices = (2,)
+    allowed_stages_per_rank = (2,)
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:

@@ -31,7 +31,7 @@ _PATIENCE = (0.0, 0.5, 1.0)
 """a rank waits up to this share of a weight gradient's time before it starts one; each is tried"""
 
 
-def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
+def move_weight_grads(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved; the costs are of its stages."""
     costs.check_microbatches(schedule.num_microbatches)
     actions = _action_table(schedule, costs)
@@ -50,7 +50,7 @@ class _ActionTable(NamedTuple):
     weight_seconds: list[float]
     allocated: list[float]
     """bytes allocated, or freed if below 0"""
-    weight_taken: list[float]
+    weight_allocated: list[float]
 
 
 def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
@@ -92,7 +92,7 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> tuple[L
     for first, end in pairwise(table.starts.tolist()):
         fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
         ranks.append(_Rank(deque(fixed.tolist()), float(np.cumsum(actions.allocated[first:end]).max())))
-    kinds, needs, seconds, weight_seconds, allocated, weight_taken = actions
+    kinds, needs, seconds, weight_seconds, allocated, weight_allocated = actions
     ends = [inf] * len(kinds)
     waiting: dict[int, int] = {}
     queue = [(0.0, number) for number in range(len(ranks))]
@@ -115,7 +115,7 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> tuple[L
                 index = rank.pending.popleft()
                 rank.done.append(-1 - index)
                 rank.clock += weight_seconds[index]
-                rank.held += weight_taken[index]
+                rank.held += weight_allocated[index]
             elif ready < inf:
                 rank.fixed.popleft()
                 rank.done.append(index)

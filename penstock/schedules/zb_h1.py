@@ -14,7 +14,7 @@ For 4 ranks and 4 microbatches:
 from dataclasses import dataclass
 
 from penstock.ir import Kind, Orders, Placement, Schedule
-from penstock.schedules.base import Scheduler, passes, staggered, weights_of
+from penstock.schedules.base import Scheduler, passes, staggered, weight_grads_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ZBH1(Scheduler):
     """One stage per rank; rank r delays its weight gradients by r."""
 
     name = "zb_h1"
-    choices = (1,)
+    allowed_stages_per_rank = (1,)
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
@@ -42,7 +42,7 @@ def split_1f1b(ranks: int, microbatches: int, pace: int) -> Schedule:
             staggered(
                 (passes(Kind.FORWARD, rank, microbatches), 0),
                 (input_grads, ahead),
-                (weights_of(input_grads), ahead + pace * rank),
+                (weight_grads_of(input_grads), ahead + pace * rank),
             )
         )
     return Schedule(Placement.loop(ranks), microbatches, Orders(orders))

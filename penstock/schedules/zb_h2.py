@@ -23,7 +23,7 @@ class ZBH2(Scheduler):
     """One stage per rank; rank r delays its weight gradients by 2 r."""
 
     name = "zb_h2"
-    choices = (1,)
+    allowed_stages_per_rank = (1,)
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:

@@ -85,7 +85,11 @@ def test_a_number_that_is_swept_twice_is_shown_once(call) -> None:
 
 def test_schedules_that_want_other_stages_are_left_out_of_all_and_named(call) -> None:
     output = call("simulate", "all", "--stages-per-rank", "3").output
-    others = [name for name, member in SCHEDULES.items() if member.choices and 3 not in member.choices]
+    others = [
+        name
+        for name, member in SCHEDULES.items()
+        if member.allowed_stages_per_rank and 3 not in member.allowed_stages_per_rank
+    ]
     message = f"left out, because they need another number of stages per rank: {', '.join(others)}"
     assert message[:110] in " ".join(output.split())
     assert "| interleaved " in output

@@ -6,7 +6,7 @@ import pytest
 from penstock.errors import CostError
 from penstock.ir import Kind, StageCosts, decode, pack
 from penstock.schedules import SCHEDULES, build
-from penstock.schedules.base import numbered, passes, staggered, weights_of
+from penstock.schedules.base import numbered, passes, staggered, weight_grads_of
 
 
 def text(codes):
@@ -22,7 +22,7 @@ def test_passes_of_an_array_of_microbatches_are_those():
 
 
 def test_a_weight_gradient_belongs_to_every_input_gradient():
-    assert text(weights_of(passes(Kind.INPUT_GRAD, 3, 2))) == "3W0 3W1"
+    assert text(weight_grads_of(passes(Kind.INPUT_GRAD, 3, 2))) == "3W0 3W1"
 
 
 def test_staggered_sequences_run_side_by_side_from_their_own_step_on():

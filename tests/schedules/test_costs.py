@@ -15,7 +15,7 @@ SPLIT = [name for name, member in SCHEDULES.items() if member.splits_backward]
 
 def drawn(random, name):
     """Sizes and unequal costs of every stage; some passes take no time, some stages hold nothing."""
-    stages_per_rank = random.choice(SCHEDULES[name].choices or (1, 2, 3))
+    stages_per_rank = random.choice(SCHEDULES[name].allowed_stages_per_rank or (1, 2, 3))
     ranks, microbatches = random.randint(1, 6), random.randint(1, 14)
     num_stages = ranks * stages_per_rank
     times = [[random.choice((0.0, 1.0, random.uniform(0.1, 3.0))) for _ in range(num_stages)] for _ in range(3)]

@@ -15,7 +15,7 @@ SIZES = {ranks: range(1, 15) for ranks in range(1, 7)} | {8: (1, 5, 8, 13, 16, 2
 
 
 def stages_per_rank(name):
-    return SCHEDULES[name].choices or (1, 2, 3, 4)
+    return SCHEDULES[name].allowed_stages_per_rank or (1, 2, 3, 4)
 
 
 def each_size(name, ranks):
@@ -122,10 +122,10 @@ def test_stages_per_rank_that_are_no_counts_are_refused(name, stages):
         build(name, 4, 4, stages)
 
 
-@pytest.mark.parametrize("name", [name for name, member in SCHEDULES.items() if member.choices])
+@pytest.mark.parametrize("name", [name for name, member in SCHEDULES.items() if member.allowed_stages_per_rank])
 def test_a_wrong_number_of_stages_per_rank_is_refused_with_the_right_one(name):
-    (only,) = SCHEDULES[name].choices
-    *others, last = [other for other, member in SCHEDULES.items() if not member.choices]
+    (only,) = SCHEDULES[name].allowed_stages_per_rank
+    *others, last = [other for other, member in SCHEDULES.items() if not member.allowed_stages_per_rank]
     with pytest.raises(ScheduleError) as refused:
         build(name, 4, 4, only + 1)
     assert str(refused.value) == (

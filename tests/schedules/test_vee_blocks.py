@@ -40,7 +40,7 @@ def test_no_two_passes_of_a_rank_share_a_remainder_by_six(member, ranks, monkeyp
     blocks = []
     for module in ("v_half", "v_min"):
         monkeypatch.setattr(f"penstock.schedules.{module}.repeat_block", lambda block, *sizes: blocks.append(block))
-    monkeypatch.setattr("penstock.schedules.v_half.refill", lambda schedule, costs: schedule)
+    monkeypatch.setattr("penstock.schedules.v_half.move_weight_grads", lambda schedule, costs: schedule)
     member().build(ranks, 1)
     for rank in range(ranks):
         assert len({time % 6 for time in blocks[0].times(rank, ranks)}) == 4
