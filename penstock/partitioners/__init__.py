@@ -46,7 +46,7 @@ def divide(name: str, problem: Problem, is_mixed: bool = False) -> Division:
     problem without a placement, by every partitioner but acyclic.
     """
     member = find(name)()
-    has_choice = problem.placement is None and member.mixes and not member.chooses_placement
+    has_choice = problem.placement is None and member.supports_mixed and not member.chooses_placement
     return mixed(member, problem) if is_mixed and has_choice else member(problem)
 
 

@@ -30,7 +30,7 @@ class Acyclic(Partitioner):
     """Compares all partitions where they are few, else searches; never worse than linear and pipedream."""
 
     name = "acyclic"
-    mixes = False
+    supports_mixed = False
     ideals: int = 2000
     """prefixes of the model up to which all partitions are compared"""
     attempts: int = 4

@@ -20,7 +20,7 @@ class Auto(Partitioner):
     """Prefers the least bottleneck and, among equals, the fewest bytes over the cuts."""
 
     name = "auto"
-    compares = False
+    is_tried = False
     chooses_placement = True
 
     def divide(self, problem: Problem) -> Division:
@@ -34,7 +34,7 @@ class Auto(Partitioner):
             is_of_use = (has_messages or not member.is_for_slow_links) and (
                 problem.placement is None or not member.chooses_placement
             )
-            if not (member.compares and member.is_available() and is_of_use):
+            if not (member.is_tried and member.is_available() and is_of_use):
                 continue
             try:
                 found[member.name] = member().divide(problem)

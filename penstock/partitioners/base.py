@@ -54,14 +54,6 @@ class Problem:
                 "microbatches in flight must be given once per stage", got=len(counts), stages=self.num_stages
             )
 
-    @classmethod
-    def stages(cls, graph: Graph, profile: Profile, num_stages: int) -> "Problem":
-        """Returns the problem for one stage per rank on equal ranks without limits."""
-        count = as_int(num_stages)
-        if count is None or count < 1:
-            raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
-        return cls(graph, profile, Cluster(count))
-
     def on(self, placement: Placement) -> "Problem":
         """Returns the problem for another placement; microbatches in flight given per stage become their maximum."""
         flight = self.in_flight
@@ -163,7 +155,7 @@ class Partitioner(ABC):
     """
 
     name: ClassVar[str]
-    compares: ClassVar[bool] = True
+    is_tried: ClassVar[bool] = True
     """whether `auto` and the planner try it; False for members that ignore measured seconds"""
     is_fast: ClassVar[bool] = False
     """fast enough for every placement that the planner considers; the others only cut for the best placement"""
@@ -171,7 +163,7 @@ class Partitioner(ABC):
     """trades compute for fewer bytes: only of use if messages take time"""
     chooses_placement: ClassVar[bool] = False
     """picks the placement where the problem has none"""
-    mixes: ClassVar[bool] = True
+    supports_mixed: ClassVar[bool] = True
     """may be given several stages per rank by `divide(..., is_mixed=True)`"""
     is_optional: ClassVar[bool] = False
     """needs an extra: `auto` tries it if `is_available`, the planner never, so that plans do not depend on extras"""

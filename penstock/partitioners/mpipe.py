@@ -18,8 +18,8 @@ from penstock.partitioners.atoms import Atoms, Floats
 from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
 from penstock.partitioners.costs import CostRates, Runs
 from penstock.partitioners.score import Score, division, lower_bound
-from penstock.partitioners.search.boundaries import shift_boundaries
-from penstock.partitioners.search.contiguous import DENSE, coarsen, cut_runs, stages_of
+from penstock.partitioners.search.boundaries import shift_boundaries, stages_of
+from penstock.partitioners.search.contiguous import DENSE, coarsen, cut_runs
 
 
 @dataclass(frozen=True)

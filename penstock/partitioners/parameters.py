@@ -20,7 +20,7 @@ class Parameters(Partitioner):
     """Balances bytes of parameters and ignores seconds."""
 
     name = "parameters"
-    compares = False
+    is_tried = False
 
     def divide(self, problem: Problem) -> Division:
         atoms, tensors = problem.atoms, problem.atoms.tensors

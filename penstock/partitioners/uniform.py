@@ -13,7 +13,7 @@ from penstock.ir import Graph, Partition, as_int
 from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
 from penstock.partitioners.explicit import cut_at, cut_places
 from penstock.partitioners.score import division
-from penstock.partitioners.search.contiguous import stages_of
+from penstock.partitioners.search.boundaries import stages_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Uniform(Partitioner):
     """Counts nodes with parameters (all nodes, if too few have any) and ignores seconds and bytes."""
 
     name = "uniform"
-    compares = False
+    is_tried = False
 
     def divide(self, problem: Problem) -> Division:
         number, uses = len(problem.atoms), problem.atoms.tensors.uses

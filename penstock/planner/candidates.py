@@ -146,7 +146,7 @@ def layouts(models: Models, options: PlanOptions) -> Iterator[StageLayout]:
     """
     is_auto = options.partitioner == AUTO
     if is_auto:
-        options = replace(options, partitioner=_compared()[0].name)
+        options = replace(options, partitioner=_tried_partitioners()[0].name)
     refused: PartitionError | None = None
     has_layout = False
     for count, measured in models.items():
@@ -167,7 +167,7 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
     if options.partitioner != AUTO:
         return
     measured, count = layout.measured, layout.num_microbatches
-    members = [member for member in _compared() if not member.is_fast]
+    members = [member for member in _tried_partitioners() if not member.is_fast]
     for_slow_links = [member for member in members if member.is_for_slow_links]
     others = [member for member in members if member not in for_slow_links and not member.chooses_placement]
     # Cuts with fewer bytes than a partitioner aims for. It accepts messages as long as the passes that hide them; but
@@ -192,9 +192,9 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
                 yield _layout(measured, found.partition, found.placement, count, options, member.name)
 
 
-def _compared() -> list[type[Partitioner]]:
+def _tried_partitioners() -> list[type[Partitioner]]:
     """The partitioners of the table that the planner searches, a fast one first."""
-    members = [member for member in PARTITIONERS.values() if member.compares and not member.is_optional]
+    members = [member for member in PARTITIONERS.values() if member.is_tried and not member.is_optional]
     return sorted(members, key=lambda member: not member.is_fast)
 
 

@@ -84,6 +84,3 @@ def test_a_problem_for_another_placement_keeps_its_atoms():
     other = problem.on(Placement.vee(3))
     assert other.atoms is problem.atoms
     assert other.in_flight_of.tolist() == [3.0] * 6
-    assert Problem.stages(GRAPH, PROFILE, 4).num_stages == 4
-    with pytest.raises(PartitionError, match="must be a whole number, 1 or more"):
-        Problem.stages(GRAPH, PROFILE, 0)

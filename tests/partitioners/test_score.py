@@ -12,7 +12,7 @@ from penstock.ir import Cluster, Link, Placement, TensorSpec, TrainingState, Val
 from penstock.partitioners import Problem
 from penstock.partitioners.costs import Box, CostRates, Runs
 from penstock.partitioners.score import Score, partition_of
-from penstock.partitioners.search.contiguous import stages_of
+from penstock.partitioners.search.boundaries import stages_of
 from tests.partitioners.examples import wild
 
 

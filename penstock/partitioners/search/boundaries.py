@@ -37,6 +37,11 @@ _BALANCED = 0.001
 """how far, as a share, the busiest rank may be above the mean to need no further search"""
 
 
+def stages_of(bounds: list[int] | Ints) -> Ints:
+    """Returns the stage of every atom from the boundaries of the stages, first and last included."""
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+
+
 class Key(NamedTuple):
     """Bytes over the limits, load of the busiest rank, sum of squared loads: the smaller the better, in this order."""
 
@@ -142,13 +147,13 @@ def search_boundaries(placement: Placement, runs: Runs, rates: CostRates, slack:
     bounds, bound = _search(placement, table)
     key = table.key(bounds)
     bounds = save_bytes(table, bounds, key.busiest * (1 + slack))
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), np.inf if key.excess > 0 else bound
+    return stages_of(bounds), np.inf if key.excess > 0 else bound
 
 
 def shift_equal_shares(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
     """Returns the stages that shifts of equal shares lead to, without a bound: a brief search."""
     bounds = shift_boundaries(placement, runs, rates, _equal_shares(runs, len(placement)), slack)
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), 0.0
+    return stages_of(bounds), 0.0
 
 
 def shift_boundaries(placement: Placement, runs: Runs, rates: CostRates, bounds: Ints, slack: float = 0.0) -> Ints:

@@ -10,7 +10,7 @@ from penstock.partitioners.atoms import Atoms, Floats, Ints
 from penstock.partitioners.base import Problem
 from penstock.partitioners.costs import Box, CandidateCosts, CostRates, Runs
 from penstock.partitioners.score import Score
-from penstock.partitioners.search.boundaries import search_boundaries, shift_equal_shares
+from penstock.partitioners.search.boundaries import search_boundaries, shift_equal_shares, stages_of
 from penstock.partitioners.search.limits import boundary_ranges, least_load, round_up
 
 DENSE = 1000
@@ -74,11 +74,6 @@ def _best_alternative(
     elif len(atoms) > DENSE and problem.is_single and rates.is_homogeneous:
         stages.append(_bisect_load(Runs(atoms), rates, slack).stage)
     return ContiguousCut(min(Score(problem, atoms, stage) for stage in stages).stage, bound)
-
-
-def stages_of(bounds: list[int] | Ints) -> Ints:
-    """Returns the stage of every atom from the boundaries of the stages, first and last included."""
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
 
 
 def coarsen(runs: Runs, number: int) -> Ints:
