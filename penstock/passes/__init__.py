@@ -72,8 +72,8 @@ def lower(
         known = set(program.table.kinds.tolist())
         for step in chosen:
             # A pass that is not in _ADDED would change the given order of messages: it is not run.
-            added = _ADDED.get(type(step), known)
-            program = cast(ProgramPass, step)(program) if not added & known else program
+            if type(step) in _ADDED and known.isdisjoint(_ADDED[type(step)]):
+                program = cast(ProgramPass, step)(program)
         return program
     program = chosen[0](schedule)
     for step in chosen[1:]:

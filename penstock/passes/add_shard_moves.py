@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir import Codes, Kind, Program, pack
+from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, pack
 from penstock.passes.base import ProgramPass
 
 
@@ -35,7 +35,7 @@ class AddShardMoves(ProgramPass):
 def _find_uses(program: Program) -> list[Codes]:
     """Per stage the indices of the compute actions that use it, ascending."""
     passes = program.table.passes
-    chosen = np.flatnonzero(passes.kind <= Kind.WEIGHT_GRAD)
+    chosen = np.flatnonzero(np.isin(passes.kind, COMPUTE_KINDS))
     chosen = chosen[np.argsort(passes.stage[chosen] * len(program.table.codes) + passes.index[chosen])]
     sizes = np.bincount(passes.stage[chosen], minlength=program.num_stages)
     return np.split(passes.index[chosen], np.cumsum(sizes)[:-1])
@@ -45,7 +45,7 @@ def _find_moves(program: Program, uses: list[Codes], rank: int, ahead: int) -> t
     """Where one rank gathers and drops its stages: (index to insert before, action)."""
     first, end = (int(place) for place in program.table.starts[rank : rank + 2])
     stages = np.asarray(program.placement.stages[rank])
-    steps = first + np.flatnonzero(program.table.kinds[first:end] <= Kind.OVERLAP)
+    steps = first + np.flatnonzero(np.isin(program.table.kinds[first:end], COMPUTE_KINDS))
     # Per stage and step the index of the stage's next use, there or later; `end` if there is none.
     next_use = np.stack([np.append(uses[stage], end)[np.searchsorted(uses[stage], steps)] for stage in stages])
     # Per stage and step, how many stages are used sooner. Both stages of an overlapped pair have the same next use, so

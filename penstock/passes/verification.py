@@ -37,6 +37,7 @@ Indices = NDArray[np.int64]
 _FACT_NAMES = {Fact.OUTPUT: "forward", Fact.INPUT_GRADIENT: "input gradient", Fact.WEIGHT_GRADIENT: "weight gradient"}
 _MAKERS = {Fact.OUTPUT: "F", Fact.INPUT_GRADIENT: "I", Fact.WEIGHT_GRADIENT: "W"}
 _NUM_NAMED = 6
+"""missing actions that an error names"""
 _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 _USERS = (*_PASSES, Kind.SEND, Kind.RECV)
 """actions that use the tensors of a (stage, microbatch)"""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir import Curve, Fact, Kind, Passes, Program, Series, StageCosts, microbatch_of, peer_of, stage_of
+from penstock.ir import Curve, Fact, Kind, Program, Series, StageCosts, microbatch_of, peer_of, stage_of
 
 Indices = NDArray[np.int64]
 _START, _END = 0, 1
@@ -30,8 +30,7 @@ def memory_curves(
     program: Program, costs: StageCosts, starts: NDArray[np.float64], ends: NDArray[np.float64]
 ) -> tuple[Curve, ...]:
     """One curve per rank, which starts at the parameters, gradients and optimizer state that the rank always holds."""
-    passes = program.table.passes
-    changes = _join([_activations(program, costs, passes), _buffers(program, costs)])
+    changes = _join([_activations(program, costs), _buffers(program, costs)])
     # At one moment of an action, frees go before allocations.
     sequence = np.lexsort((changes.amount, changes.side, changes.at))
     index, side, amount = changes.at[sequence], changes.side[sequence], changes.amount[sequence]
@@ -61,14 +60,15 @@ def _curve(base: int, seconds: NDArray[np.float64], amount: NDArray[np.float64])
     return Curve(Series(np.concatenate(([0.0], moments))), Series(np.concatenate(([float(base)], entries))))
 
 
-def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes:
-    shape = (costs.num_stages, program.num_microbatches)
+def _activations(program: Program, costs: StageCosts) -> Changes:
+    """The bytes that passes keep, and those that they free."""
+    passes, shape = program.table.passes, (costs.num_stages, program.num_microbatches)
     # Per (stage, microbatch) the index at whose end everything is freed: its Free if there is one, else its last pass.
     release = program.makers[Fact.WEIGHT_GRADIENT].copy()
     freed = passes.kind == Kind.FREE
     release[passes.stage[freed], passes.microbatch[freed]] = passes.index[freed]
 
-    def change(kind: Kind, side: int, at_release: bool) -> Changes:
+    def change(kind: Kind, side: int, at_release: bool = False) -> Changes:
         amount = np.broadcast_to(costs.allocated(kind), shape)
         chosen = passes.kind == kind
         index = passes.index[chosen]
@@ -78,15 +78,16 @@ def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes
 
     return _join(
         [
-            change(Kind.FORWARD, _START, False),
-            change(Kind.INPUT_GRAD, _END, False),
-            change(Kind.WEIGHT_GRAD, _END, True),
-            change(Kind.BACKWARD, _END, True),
+            change(Kind.FORWARD, _START),
+            change(Kind.INPUT_GRAD, _END),
+            change(Kind.WEIGHT_GRAD, _END, at_release=True),
+            change(Kind.BACKWARD, _END, at_release=True),
         ]
     )
 
 
 def _buffers(program: Program, costs: StageCosts) -> Changes:
+    """The bytes of received messages, until the pass that uses them."""
     table = program.table
     recv = np.flatnonzero(table.kinds == Kind.RECV)
     codes = table.codes[recv]
