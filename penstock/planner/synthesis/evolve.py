@@ -17,7 +17,7 @@ import numpy as np
 from penstock.planner.synthesis.bounds import earliest_starts
 from penstock.planner.synthesis.evaluate import durations, evaluate
 from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio, steady_rule
-from penstock.planner.synthesis.local_search import MOVE, Goal, polish
+from penstock.planner.synthesis.local_search import MOVE_EFFORT, Goal, polish
 from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, Floats, Ints, PassTable
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, W, peak_bytes
 
@@ -79,7 +79,7 @@ def _refine(base: "Pool", goal: Goal) -> "Pool":
     """The best orders that islands reach before the effort is spent."""
     problem, passes = base.table.problem, base.table.num_passes
     children = goal.num_runs(0.1 / _GENERATIONS, passes, _CHILDREN)
-    moves = goal.num_runs(0.05, passes * MOVE, _MOVES)
+    moves = goal.num_runs(0.05, passes * MOVE_EFFORT, _MOVES)
     elite, island = base, 0
     while not goal.is_over(elite.best):
         founders = elite if island % 3 == 2 else base.sample(_FOUNDERS, island)

@@ -7,9 +7,9 @@ from time import process_time
 from penstock.planner.synthesis.evaluate import critical_chain, evaluate
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, ScheduleProblem, W
 
-MOVE = 0.15
+MOVE_EFFORT = 0.15
 """the effort of a move, as a share of that of a greedy run"""
-_JOIN = 0.1
+_JOIN_EFFORT = 0.1
 """the effort of joining two passes, as a share of that of a greedy run"""
 _HOT, _COLD = 1e-2, 5e-4
 """the first and the last temperature, as shares of the length"""
@@ -68,7 +68,7 @@ def polish(problem: ScheduleProblem, orders: RankOrders, moves: int, goal: Goal)
     for move in range(moves):
         if goal.is_over(best):
             break
-        goal.spend(MOVE * sum(map(len, orders)))
+        goal.spend(MOVE_EFFORT * sum(map(len, orders)))
         rank, place = random.choice(chain)
         order = orders[rank]
         distance = 1 + int(random.random() ** 2 * _REACH)
@@ -142,7 +142,7 @@ def join_backwards(problem: ScheduleProblem, orders: RankOrders, goal: Goal) -> 
         for nth in reversed(range(orders[rank].count(stage << 2 | I))):
             if goal.is_over(length):
                 break
-            goal.spend(_JOIN * sum(map(len, orders)))
+            goal.spend(_JOIN_EFFORT * sum(map(len, orders)))
             # The nth input gradient that is still alone, joined with its weight gradient.
             order = orders[rank]
             first, second = ([at for at, each in enumerate(order) if each == stage << 2 | kind][nth] for kind in (I, W))
@@ -164,7 +164,7 @@ def _join_adjacent(
     for stage in stages:
         if goal.is_over(min(length, at_once)):
             break
-        goal.spend(_JOIN * sum(map(len, orders)))
+        goal.spend(_JOIN_EFFORT * sum(map(len, orders)))
         trial = [_with_full_backwards(order, {stage}) for order in orders]
         trial_length = evaluate(problem, trial).length
         if trial_length <= length:

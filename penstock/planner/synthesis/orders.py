@@ -33,11 +33,11 @@ from penstock.simulate import simulate
 
 DEFAULT_BUDGET = 5.0
 SYNTHESISED = "auto"
-_SEARCH = 0.9
+_SEARCH_SHARE = 0.9
 """the share of the effort that is for the search; the rest is for joining the parts of backwards"""
 _FEWEST_ORDERS = 20
 """a search with effort for fewer orders is not begun, if the table has some"""
-_PROVABLE = 250
+_MAX_PROVABLE_PASSES = 250
 """the most passes of a problem that the solver is given"""
 _TIGHTENINGS = 5
 """how often a search is repeated with less memory, because received values did not fit besides the activations"""
@@ -119,7 +119,7 @@ def synthesise(
     if not found:
         raise _refusal(problem)
     made = Synthesis(min(found, key=_sort_key), bound, tuple(named))
-    can_prove = may_prove and problem.num_passes <= _PROVABLE and exact.can_prove(problem)
+    can_prove = may_prove and problem.num_passes <= _MAX_PROVABLE_PASSES and exact.can_prove(problem)
     if not can_prove or goal.is_met(made.seconds):
         return made
     proof = exact.prove(problem, rank_orders(made.best.schedule), bound.seconds, budget_seconds)
@@ -198,10 +198,10 @@ def _search(
         return
     for _ in range(_TIGHTENINGS):
         seeds = [rank_orders(order.schedule) for order in named]
-        orders = search_orders(PassTable.split(narrow, unsplit), goal.part(_SEARCH), seeds)
+        orders = search_orders(PassTable.split(narrow, unsplit), goal.part(_SEARCH_SHARE), seeds)
         if orders is None:
             return
-        orders = join_backwards(narrow, orders, goal.part(1 - _SEARCH))
+        orders = join_backwards(narrow, orders, goal.part(1 - _SEARCH_SHARE))
         found = SimulatedOrder(problem, to_schedule(narrow, orders), SYNTHESISED)
         if found.fits:
             yield found

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir import Fact, Forward, InputGrad, WeightGrad, needs
-from penstock.planner.synthesis.problem import B, F, I, Message, ScheduleProblem, W
+from penstock.planner.synthesis.problem import B, F, I, OutgoingMessage, ScheduleProblem, W
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -207,9 +207,9 @@ class PassTable:
         return np.asarray((length[:, None, None] - ends)[:, :, ::-1])
 
 
-def _needs_of(sent: tuple[tuple[Message, ...], ...], fact: Fact) -> list[PassNeed]:
+def _needs_of(sent: tuple[tuple[OutgoingMessage, ...], ...], fact: Fact) -> list[PassNeed]:
     return [
-        PassNeed(3 * message.target + fact, 3 * stage + fact, message.link, message.seconds, message.latency)
+        PassNeed(3 * message.target + fact, 3 * stage + fact, message.link, message.occupied, message.latency)
         for stage, messages in enumerate(sent)
         for message in messages
     ]

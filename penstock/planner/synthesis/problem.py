@@ -45,12 +45,15 @@ _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 F, B, I, W = map(int, _PASSES)  # noqa: E741
 
 
-class Message(NamedTuple):
-    """A message that a pass sends to a stage; `link` is -1 between stages of one rank."""
+class OutgoingMessage(NamedTuple):
+    """A message that a pass of one stage sends to another stage."""
 
     target: int
+    """the receiving stage"""
     link: int
-    seconds: float
+    """-1 between stages of one rank"""
+    occupied: float
+    """seconds for which it occupies the link"""
     latency: float
 
 
@@ -148,12 +151,12 @@ class ScheduleProblem:
         return tuple(np.concatenate([most.allocated(kind) for kind in _PASSES], axis=1).ravel().tolist())
 
     @property
-    def outputs(self) -> tuple[tuple[Message, ...], ...]:
+    def outputs(self) -> tuple[tuple[OutgoingMessage, ...], ...]:
         """By stage, where its output goes."""
         return self._messages[0]
 
     @property
-    def gradients(self) -> tuple[tuple[Message, ...], ...]:
+    def gradients(self) -> tuple[tuple[OutgoingMessage, ...], ...]:
         """By stage, where its input gradient goes."""
         return self._messages[1]
 
@@ -163,7 +166,7 @@ class ScheduleProblem:
         return 1 + max((each.link for side in self._messages for sent in side for each in sent), default=-1)
 
     @cached_property
-    def _messages(self) -> tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Message, ...], ...]]:
+    def _messages(self) -> tuple[tuple[tuple[OutgoingMessage, ...], ...], tuple[tuple[OutgoingMessage, ...], ...]]:
         """Outputs and gradients, from `needs`, which defines all dependencies."""
         stages, links = range(self.placement.num_stages), dict[tuple[int, int], int]()
         # Pairs of a source and a target stage.
@@ -180,12 +183,12 @@ class ScheduleProblem:
             source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
             rates = self.cluster.link_rates(ranks[source], ranks[target])
             seconds = rates.occupied(self.costs.message_bytes(source, target)).tolist()
-            sent: list[list[Message]] = [[] for _ in stages]
+            sent: list[list[OutgoingMessage]] = [[] for _ in stages]
             for (producer, consumer), occupied, latency in zip(pairs, seconds, rates.latency.tolist(), strict=True):
                 way = self.rank_of[producer], self.rank_of[consumer]
-                message = Message(consumer, -1, 0.0, 0.0)
+                message = OutgoingMessage(consumer, -1, 0.0, 0.0)
                 if way[0] != way[1]:
-                    message = Message(consumer, links.setdefault(way, len(links)), occupied, latency)
+                    message = OutgoingMessage(consumer, links.setdefault(way, len(links)), occupied, latency)
                 sent[producer].append(message)
             found.append(tuple(map(tuple, sent)))
         return found[0], found[1]
@@ -201,7 +204,7 @@ class ScheduleProblem:
         return _sources(self.gradients)
 
 
-def _sources(sent: tuple[tuple[Message, ...], ...]) -> tuple[tuple[int, ...], ...]:
+def _sources(sent: tuple[tuple[OutgoingMessage, ...], ...]) -> tuple[tuple[int, ...], ...]:
     found: list[list[int]] = [[] for _ in sent]
     for source, messages in enumerate(sent):
         for message in messages:
