@@ -23,8 +23,8 @@ _MAX_SEQUENTIAL = 8
 
 
 @dataclass(frozen=True)
-class Messages:
-    """The sizes and numbers of messages."""
+class ProbeMessages:
+    """The sizes and numbers of the messages that `measure_links` sends."""
 
     small_bytes: int = 8
     large_bytes: int = 1 << 22
@@ -34,11 +34,11 @@ class Messages:
     """after which only one more message of a kind is sent: a slow link needs fewer samples"""
 
 
-DEFAULT_MESSAGES = Messages()
+DEFAULT_MESSAGES = ProbeMessages()
 
 
 def measure_links(
-    group: Any = None, messages: Messages = DEFAULT_MESSAGES, progress: Progress = no_progress
+    group: Any = None, messages: ProbeMessages = DEFAULT_MESSAGES, progress: Progress = no_progress
 ) -> Cluster:
     """A Cluster with the links between the ranks of the group, the same on every rank; all ranks must call this.
 
@@ -112,7 +112,7 @@ def round_robin(ranks: int) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def _measure_pair(group: Any, peer: int, is_timer: bool, messages: Messages, results: Tensor) -> None:
+def _measure_pair(group: Any, peer: int, is_timer: bool, messages: ProbeMessages, results: Tensor) -> None:
     """Exchange messages with a peer; the timer sends, measures the time and writes `results`, the other one replies."""
     small, large = (
         torch.zeros(size, dtype=torch.uint8, device=group_device(group))

@@ -81,7 +81,7 @@ class MeasuredModel:
             }
         return self._prepare(self._replays[node], values, splits_backward)
 
-    def prepare_nothing(self, values: Mapping[str, Any], splits_backward: bool) -> Callable[[], "NodeRun"]:
+    def prepare_empty_run(self, values: Mapping[str, Any], splits_backward: bool) -> Callable[[], "NodeRun"]:
         """A forward of no node: its time is the overhead of a run."""
         return self._prepare(
             lambda given: {name: value.view_as(value) for name, value in given.items()}, values, splits_backward

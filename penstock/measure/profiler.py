@@ -77,7 +77,7 @@ class _Measurement:
                     self.memory[name] = memory_of(visited)
 
         sizes = visit_nodes(self._subject, visit)
-        idle = Timing.of_nothing(self._subject, self._clock)
+        empty = Timing.of_empty_run(self._subject, self._clock)
         # Rounds interleave nodes and the unsplit model, so that a machine that slows down affects all of them.
         for number in range(self._num_rounds):
             if number >= _MIN_ROUNDS and time.monotonic() > self._end:
@@ -88,12 +88,12 @@ class _Measurement:
             self.wholes.append(time_whole(self._subject, self._clock))
             share = (time.process_time() - cpu) / max(time.perf_counter() - start, 1e-9)
             self.cpu_share = max(self.cpu_share, share)
-            for timing in (idle, *timings.values()):
+            for timing in (empty, *timings.values()):
                 timing.sample()
             # Between rounds, as automatic collection is off; the youngest generation is enough.
             gc.collect(0)
             self._progress(number + 1, self._num_rounds)
-        self._times |= {name: timing.typical.without(idle.typical) for name, timing in timings.items()}
+        self._times |= {name: timing.typical.without(empty.typical) for name, timing in timings.items()}
         return sizes
 
     def _is_even(self, group: Sequence[Node]) -> bool:

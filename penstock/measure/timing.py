@@ -132,7 +132,7 @@ class Timing:
         return cls(visited.prepare, visited.gradients, clock)
 
     @classmethod
-    def of_nothing(cls, subject: MeasuredModel, clock: Clock | WorkCounter) -> "Timing":
+    def of_empty_run(cls, subject: MeasuredModel, clock: Clock | WorkCounter) -> "Timing":
         """The timing of a run without a node, which is the overhead."""
         like = next(iter(subject.model.parameters()), torch.zeros(0))
         values = {"x": torch.ones(1, device=like.device, requires_grad=True)}
@@ -140,7 +140,7 @@ class Timing:
         def gradients(outputs: dict[str, Any]) -> dict[str, Tensor]:
             return {name: torch.ones_like(value, requires_grad=False) for name, value in outputs.items()}
 
-        return cls(lambda splits_backward: subject.prepare_nothing(values, splits_backward), gradients, clock)
+        return cls(lambda splits_backward: subject.prepare_empty_run(values, splits_backward), gradients, clock)
 
     def sample(self) -> None:
         """Take one more sample."""
@@ -177,8 +177,10 @@ def time_whole(subject: MeasuredModel, clock: Clock | WorkCounter) -> Times:
 # The device
 
 _ROWS = {"cpu": 768, "cuda": 8192}
+"""of the square matrices that `measure_speed` multiplies"""
 _COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 _REPEATS, _TINY_REPEATS = 5, 200
+"""times that a product or copy is timed, of which the shortest counts, and tiny operations that are timed together"""
 
 
 @cache

@@ -35,9 +35,9 @@ FLOPS: dict[Any, Callable[..., int]] = {
     _ATEN._grouped_mm: _grouped_flops,
 }
 """the operations whose arithmetic counts, from torch's own flop counter; all others are bound by memory"""
-_PICKING = frozenset({_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index})
+_INDEXING = frozenset({_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index})
 """these read only as much of their first tensor as they write"""
-_FREE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.new_empty_strided})
+_ALLOCATING = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.new_empty_strided})
 """these only allocate"""
 
 
@@ -62,9 +62,9 @@ class WorkCounter(DispatchMode):
         packet, given, made = func._overloadpacket, list(tensors((args, kwargs))), list(tensors(result))
         # An operation that writes nothing and returns only views of its arguments costs nothing.
         is_view = bool(made) and storage_ids(given).issuperset(map(storage_id, made))
-        if packet not in _FREE and (func._schema.is_mutable or not is_view):
+        if packet not in _ALLOCATING and (func._schema.is_mutable or not is_view):
             flops = FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
-            read = [*given[1:], *made] if packet in _PICKING and given else given
+            read = [*given[1:], *made] if packet in _INDEXING and given else given
             moved = sum(map(_size, (*read, *made)))
             self.flops, self.bytes = self.flops + flops, self.bytes + moved
             dtype = dtype_name(given[0].dtype) if flops and given else ""

@@ -8,9 +8,9 @@ import penstock
 from penstock.errors import RunError
 from penstock.ir import Cluster
 from penstock.measure import measure_copies, measure_links
-from penstock.measure.links import Messages, round_robin
+from penstock.measure.links import ProbeMessages, round_robin
 
-FEW = Messages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
+FEW = ProbeMessages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
 
 
 def links() -> Cluster:
