@@ -202,30 +202,30 @@ def _placements(options: PlanOptions, count: int, has_choice: bool) -> list[Plac
     """The placements that the schedule allows; None for the one that the partitioner chooses, if `has_choice`."""
     ranks, asked, given = options.cluster.ranks, options.schedule, options.partitioner
     if isinstance(given, Division):
-        return [_given_placement(given.placement, options, count)]
-    depth = _depth(options)
+        return [_division_placement(given.placement, options, count)]
+    per_rank = _stages_per_rank(options)
     if isinstance(asked, Schedule | Program):
-        return [_checked(asked, ranks, count).placement]
+        return [_schedule_placement(asked, ranks, count)]
     if asked != AUTO:
-        return [build(str(asked), ranks, count, depth).placement]
-    is_chosen = has_choice and depth is None and isinstance(given, str)
+        return [build(str(asked), ranks, count, per_rank).placement]
+    is_chosen = has_choice and per_rank is None and isinstance(given, str)
     if is_chosen and find_partitioner(str(given)).chooses_placement:
         return [None]
-    depths = _STAGES_PER_RANK if depth is None else (depth,)
-    found: list[Placement | None] = [Placement.loop(ranks, depth) for depth in depths]
-    if 2 in depths and ranks > 1:
+    numbers = _STAGES_PER_RANK if per_rank is None else (per_rank,)
+    found: list[Placement | None] = [Placement.loop(ranks, number) for number in numbers]
+    if 2 in numbers and ranks > 1:
         # On one rank a vee is a loop.
         found.append(Placement.vee(ranks))
     return [*found, None] if is_chosen else found
 
 
-def _given_placement(placement: Placement, options: PlanOptions, count: int) -> Placement:
+def _division_placement(placement: Placement, options: PlanOptions, count: int) -> Placement:
     """The placement of a given Division; raises if the other options contradict it."""
     ranks, asked = options.cluster.ranks, options.schedule
     per_rank, rest = divmod(placement.num_stages, ranks)
     wanted: Placement | None = placement
     if isinstance(asked, Schedule | Program):
-        wanted = _checked(asked, ranks, count).placement
+        wanted = _schedule_placement(asked, ranks, count)
     elif asked != AUTO:
         wanted = None if rest else build(str(asked), ranks, count, per_rank).placement
     is_other_number = options.stages_per_rank is not None and options.stages_per_rank * ranks != placement.num_stages
@@ -239,17 +239,18 @@ def _given_placement(placement: Placement, options: PlanOptions, count: int) -> 
     return placement
 
 
-def _checked(schedule: Schedule | Program, ranks: int, count: int) -> Schedule | Program:
+def _schedule_placement(schedule: Schedule | Program, ranks: int, count: int) -> Placement:
+    """The placement of a given schedule; raises if its sizes are not the requested ones."""
     found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     wanted = {"ranks": ranks, "microbatches": count}
     if found != wanted:
         hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
         raise PlanError("the schedule must have the requested sizes", schedule=found, asked=wanted, hint=hint)
-    return schedule
+    return schedule.placement
 
 
-def _depth(options: PlanOptions) -> int | None:
-    """Stages per rank: the option, or else the number that follows from the given stages."""
+def _stages_per_rank(options: PlanOptions) -> int | None:
+    """The option, or else the number that follows from the given stages; None if neither is given."""
     given = options.partitioner
     if options.stages_per_rank is not None or isinstance(given, str | Division):
         return options.stages_per_rank

@@ -42,7 +42,7 @@ _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8)
 schedule is simulated for each"""
 _REFINED = 3
 """divisions that are planned with all schedules, as far as the budget allows"""
-_SHARE = 0.5
+_SIMULATION_SHARE = 0.5
 """share of the budget for simulating divisions; the rest is for planning the best ones"""
 _MIN_SIMULATED = 16
 """divisions that are simulated even if the budget is spent"""
@@ -166,7 +166,7 @@ class DeviceSearch:
         possible = [layout for layout in candidates if not layout.lost]
         # Those that are too large by estimate are the last, the smallest first: they count only if no other fits.
         estimates = sorted((self._excess(layout), self._estimate(layout), nth) for nth, layout in enumerate(possible))
-        end = self._start + _SHARE * self._options.budget_seconds
+        end = self._start + _SIMULATION_SHARE * self._options.budget_seconds
         for number, (excess, estimate, nth) in enumerate(estimates):
             layout = possible[nth]
             least = self._model(layout).load(layout.ranks) * layout.microbatches
@@ -213,15 +213,15 @@ class DeviceSearch:
                     elif most < ranks:
                         yield replace(plain, lost=f"only {most} stages would have work")
                     else:
-                        for schedule, depth in self._orders():
-                            if depth == 1 or (ranks > 1 and model.most_stages(ranks * depth) >= ranks * depth):
-                                yield replace(plain, schedule=schedule, stages_per_rank=depth)
+                        for schedule, per_rank in self._orders():
+                            if per_rank == 1 or (ranks > 1 and model.most_stages(ranks * per_rank) >= ranks * per_rank):
+                                yield replace(plain, schedule=schedule, stages_per_rank=per_rank)
 
     def _orders(self) -> Iterator[tuple[str, int]]:
         """The schedules and stages per rank that are compared."""
-        asked, depth = str(self._options.schedule), self._options.stages_per_rank
+        asked, per_rank = str(self._options.schedule), self._options.stages_per_rank
         allowed = _STAGES_PER_RANK if asked == AUTO else find(asked).allowed_stages_per_rank or _STAGES_PER_RANK
-        for each in allowed if depth is None else (depth,):
+        for each in allowed if per_rank is None else (per_rank,):
             open_schedule = _FIRST_SCHEDULE if each == 1 else _FIRST_INTERLEAVED
             yield (open_schedule if asked == AUTO else asked), each
 
@@ -243,13 +243,13 @@ class DeviceSearch:
         A rank holds state once and activations for every microbatch in flight. Of schedules other than the two that are
         compared first, one microbatch counts.
         """
-        model, ranks, depth = self._model(layout), layout.ranks, layout.stages_per_rank
+        model, ranks, per_rank = self._model(layout), layout.ranks, layout.stages_per_rank
         in_flight, rank = np.ones(ranks), np.arange(ranks)
         if layout.schedule == _FIRST_SCHEDULE:
             in_flight = np.minimum(ranks - rank, layout.microbatches)
         elif layout.schedule == _FIRST_INTERLEAVED:
-            chunks = 2 * (ranks - rank - 1) + (depth - 1) * ranks + 1
-            in_flight = np.minimum(chunks, layout.microbatches * depth) / depth
+            chunks = 2 * (ranks - rank - 1) + (per_rank - 1) * ranks + 1
+            in_flight = np.minimum(chunks, layout.microbatches * per_rank) / per_rank
         # Each rank holds the same bytes if its share of the layers is 1 / (bytes that all layers would take there).
         whole = model.state_bytes(layout.replicas) + in_flight * model.activation_bytes
         return float(1 / (1 / whole).sum()) if whole.min() > 0 else 0.0
@@ -262,14 +262,14 @@ class DeviceSearch:
 
     def _estimate(self, layout: DeviceLayout) -> float:
         """Seconds of a step by a formula: work, filling and draining, and the reduction of one stage."""
-        model, ranks, depth = self._model(layout), layout.ranks, layout.stages_per_rank
+        model, ranks, per_rank = self._model(layout), layout.ranks, layout.stages_per_rank
         # Ranks with equal loads still wait for each other if their stages are unequal: about half of the difference.
-        load = (model.load(ranks) + depth * model.load(ranks * depth)) / 2
+        load = (model.load(ranks) + per_rank * model.load(ranks * per_rank)) / 2
         if self._options.recompute == AUTO and self._pool.memory and self._least_peak(layout) > self._pool.memory:
             load += sum(each.seconds_of(Kind.FORWARD) for each in model.measured.profile.costs) / ranks
-        fill = (ranks - 1) * model.total / ranks / depth
+        fill = (ranks - 1) * model.total / ranks / per_rank
         replicas = self._pool.replicas(ranks, layout.tensor_parallel)
-        return load * layout.microbatches + fill + replicas.reduction_seconds(model.gradient_bytes / ranks / depth)
+        return load * layout.microbatches + fill + replicas.reduction_seconds(model.gradient_bytes / ranks / per_rank)
 
     # Simulated layouts
 
@@ -309,8 +309,7 @@ class DeviceSearch:
 
         None if the schedule does not support the stages of the layout.
         """
-        cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
-        asked = self._asked(layout, cluster, count)
+        asked = self._options_of(layout, count)
         best: LayoutPlan | None = None
         for cut in layouts({count: self._model(layout).measured}, asked):
             for found in table_plans(replace(cut, is_certified=is_certified), asked):
@@ -320,11 +319,11 @@ class DeviceSearch:
                 break
         return best
 
-    def _asked(self, layout: DeviceLayout, cluster: Cluster, count: int) -> PlanOptions:
-        """The options for the pipeline of a layout."""
+    def _options_of(self, layout: DeviceLayout, count: int) -> PlanOptions:
+        """The options for the pipeline of a layout, with `count` microbatches."""
         return replace(
             self._options,
-            ranks=cluster,
+            ranks=self._pool.pipeline(layout.ranks, layout.tensor_parallel),
             memory=None,
             microbatches=count,
             schedule=layout.schedule,
@@ -336,8 +335,7 @@ class DeviceSearch:
 
     def _planned(self, layout: DeviceLayout, budget_seconds: float) -> Plan:
         """The plan of a layout, with all schedules that the options allow."""
-        cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
-        asked = self._asked(layout, cluster, layout.microbatches)
+        asked = self._options_of(layout, layout.microbatches)
         asked = replace(asked, schedule=self._options.schedule, budget_seconds=budget_seconds)
         plan = search({layout.microbatches: self._model(layout).measured}, asked, self._on_progress)
         if plan.predicted.makespan <= _seconds(layout):

@@ -93,13 +93,13 @@ class _Search:
             whole = self._options.budget_seconds
             self._on_progress(round(1000 * (whole - self._seconds_left)), round(1000 * whole))
 
-    def _is_hopeless(self, bound: float) -> bool:
-        """Whether a layout with that bound cannot become the best, or there is no time to try."""
+    def _should_skip(self, bound: float) -> bool:
+        """Whether a layout with that bound cannot become the best, or there is no time left to try it."""
         return bool(self._fitting) and (not self._seconds_left or bound >= self._winner.plan.predicted.makespan)
 
     def _try_table(self, layout: StageLayout) -> None:
         """All orders of the table, with as much recomputation as memory demands."""
-        if self._is_hopeless(layout.bound):
+        if self._should_skip(layout.bound):
             return
         self._report()
         before = len(self._found)
@@ -116,7 +116,7 @@ class _Search:
         chosen = sorted((*known.values(), *self._without_schedule), key=lambda layout: layout.bound)
         chosen = chosen[:_MOST_SYNTHESISED]
         for place, layout in enumerate(chosen):
-            if self._is_hopeless(layout.bound * _CLOSE_ENOUGH):
+            if self._should_skip(layout.bound * _CLOSE_ENOUGH):
                 return
             self._report()
             # One share is left over after the last layout, for moves of nodes.

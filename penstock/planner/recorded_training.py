@@ -256,8 +256,9 @@ class RecordedTraining:
         sums: dict[tuple[str, int, int], list[float]] = {}
         for each in self.steps if steps is None else steps:
             for one in each.passes:
+                # As of a single microbatch: `mean` then turns the entry of each stage into one number.
                 sums.setdefault((one.kind, one.stage, 0), []).append(one.seconds)
-        return costs_of({key: fmean(values) for key, values in sums.items()}).least()
+        return costs_of({key: fmean(values) for key, values in sums.items()}).mean()
 
     @cached_property
     def equal_costs(self) -> StageCosts:
@@ -267,7 +268,7 @@ class RecordedTraining:
             for one in each.passes:
                 sums.setdefault(one.kind, []).append(one.seconds)
         means = {kind: fmean(values) for kind, values in sums.items()}
-        return costs_of({(kind, s, 0): mean for kind, mean in means.items() for s in range(self.num_stages)}).least()
+        return costs_of({(kind, s, 0): mean for kind, mean in means.items() for s in range(self.num_stages)}).mean()
 
 
 @lru_cache(maxsize=4096)
