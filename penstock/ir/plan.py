@@ -271,14 +271,14 @@ class Plan(SavedRecord):
             "recompute": len(self.choices.recompute),
         }
         if len(set(stages.values())) > 1:
-            raise PlanError("the parts of a plan differ in the number of stages", hint="", **stages)
+            raise PlanError("the parts of a plan must have the same number of stages", hint="", **stages)
         ranks = {
             "schedule": self.schedule.num_ranks,
             "cluster": self.cluster.ranks,
             "predicted": len(self.predicted.peaks),
         }
         if len(set(ranks.values())) > 1:
-            raise PlanError("the parts of a plan differ in the number of ranks", hint="", **ranks)
+            raise PlanError("the parts of a plan must have the same number of ranks", hint="", **ranks)
 
     @cached_property
     def cuts(self) -> Cuts:

@@ -150,7 +150,7 @@ class Profile:
     def __post_init__(self) -> None:
         for node, times in Counter(cost.node for cost in self.costs).items():
             if times > 1:
-                raise GraphError("duplicate costs of a node", node=repr(node), costs=times)
+                raise GraphError("a node must have one cost only", node=repr(node), costs=times)
         if not (math.isfinite(self.step_seconds) and self.step_seconds >= 0):
             raise GraphError("step seconds must be finite, 0 or more", seconds=self.step_seconds)
         if not (math.isfinite(self.cpu_share) and self.cpu_share >= 0):

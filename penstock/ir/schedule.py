@@ -206,7 +206,7 @@ class Program(_Ordered):
             raise ScheduleError("a message names a stage that does not exist", action=action, stages=self.num_stages)
         if self.cuts.num_stages != self.num_stages:
             raise ScheduleError(
-                "cuts and placement differ in the number of stages",
+                "cuts and placement must have the same number of stages",
                 cuts=self.cuts.num_stages,
                 placement=self.num_stages,
             )

@@ -26,7 +26,7 @@ def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
         stage = next((owner[name] for name in prefixes if name in owner), None)
         if stage is None and node.parameters:
             raise PartitionError(
-                "a module with parameters is in no stage",
+                "every module with parameters must be in a stage",
                 module=node.module or node.name,
                 parameters=node.parameters[:3],
             )
@@ -77,6 +77,8 @@ def _owners(graph: Graph, stages: Any) -> dict[str, int]:
         for module in modules:
             nodes = [graph.nodes[place] for place in places_of_module(graph, module)]
             if module in owner and not all(node.from_inputs for node in nodes):
-                raise PartitionError("a module in two stages", module=repr(module), stages=(owner[module], stage))
+                raise PartitionError(
+                    "a module must be in one stage only", module=repr(module), stages=(owner[module], stage)
+                )
             owner.setdefault(module, stage)
     return owner

@@ -89,7 +89,9 @@ class RecordedStep:
             _program(made)
         except ScheduleError as error:
             values: dict[str, Any] = error.values
-            raise FormatError(f"the passes of step {self.step} are no order: {error.problem}", **values) from None
+            raise FormatError(
+                f"the passes of step {self.step} do not form a schedule: {error.problem}", **values
+            ) from None
         return made
 
     @cached_property
@@ -186,7 +188,9 @@ class RecordedTraining:
         shapes = {(each.schedule.num_stages, each.schedule.num_microbatches) for each in self.steps}
         if len(shapes) > 1:
             hint = "a recording of steps of one size"
-            raise FormatError("the steps differ in stages or microbatches", found=sorted(shapes), hint=hint)
+            raise FormatError(
+                "all steps must have the same numbers of stages and microbatches", found=sorted(shapes), hint=hint
+            )
 
     @property
     def num_stages(self) -> int:

@@ -142,13 +142,13 @@ def test_a_file_of_another_record_is_refused(tmp_path):
     ],
 )
 def test_the_parts_agree_on_the_stages(changed):
-    with pytest.raises(PlanError, match="differ in the number of stages"):
+    with pytest.raises(PlanError, match="must have the same number of stages"):
         replace(PLAN, **changed)
 
 
 @pytest.mark.parametrize("changed", [{"cluster": Cluster(3)}, {"predicted": replace(PREDICTED, peaks=(1, 2, 3))}])
 def test_the_parts_agree_on_the_ranks(changed):
-    with pytest.raises(PlanError, match="differ in the number of ranks"):
+    with pytest.raises(PlanError, match="must have the same number of ranks"):
         replace(PLAN, **changed)
 
 

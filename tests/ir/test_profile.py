@@ -44,7 +44,7 @@ def test_a_profile_without_a_node_of_the_graph_does_not_fit():
 
 
 def test_a_node_has_one_cost():
-    with pytest.raises(GraphError, match=r"duplicate costs of a node \(node: 'first', costs: 2\)"):
+    with pytest.raises(GraphError, match=r"a node must have one cost only \(node: 'first', costs: 2\)"):
         replace(PROFILE, costs=(FIRST, SECOND, FIRST))
 
 

@@ -142,7 +142,7 @@ def test_other_orders_make_another_program():
 
 
 def test_cuts_and_placement_agree_on_the_stages():
-    with pytest.raises(ScheduleError, match=r"differ in the number of stages \(cuts: 3, placement: 2\)"):
+    with pytest.raises(ScheduleError, match=r"must have the same number of stages \(cuts: 3, placement: 2\)"):
         Program.of(PROGRAM_LINE, 1, Cuts.chain(3), PROGRAM_ORDERS)
 
 

@@ -70,10 +70,13 @@ def test_a_parent_stands_for_its_parts():
 @pytest.mark.parametrize(
     ("stages", "problem"),
     [
-        ([["m.a"], ["m.b", "m.c"]], r"a module with parameters is in no stage \(module: m.d"),
+        ([["m.a"], ["m.b", "m.c"]], r"every module with parameters must be in a stage \(module: m.d"),
         ([["m.a", "m.bb"], ["m.c", "m.d"]], r"no such module \(name: 'm.bb'\)\ntry: did you mean 'm.b'"),
         ([["m.a", "m.b"], []], r"every stage must have a node \(stage: 1\)"),
-        ([["m.a", "m.b"], ["m.b", "m.c", "m.d"]], r"a module in two stages \(module: 'm.b', stages: \(0, 1\)\)"),
+        (
+            [["m.a", "m.b"], ["m.b", "m.c", "m.d"]],
+            r"a module must be in one stage only \(module: 'm.b', stages: \(0, 1\)\)",
+        ),
     ],
 )
 def test_bad_lists_are_refused_with_the_names(stages, problem):

@@ -233,7 +233,7 @@ def test_files_that_hold_no_passes(tmp_path):
         ("[{", "not JSON"),
         ('[{"ph": "X", "name": "0F0", "pid": "x", "ts": 0, "dur": 1}]', "process of a range must be a number"),
         ('[{"ph": "X", "name": "1F0", "pid": 0, "ts": 0, "dur": 1}]', "a stage has no passes"),
-        ('[{"ph": "X", "name": "0B0", "pid": 0, "ts": 0, "dur": 1}]', "are no order"),
+        ('[{"ph": "X", "name": "0B0", "pid": 0, "ts": 0, "dur": 1}]', "do not form a schedule"),
     ):
         file.write_text(text)
         with pytest.raises(FormatError, match=problem):
@@ -247,7 +247,7 @@ def test_files_that_hold_no_passes(tmp_path):
 
 def test_recordings_must_be_consistent():
     one, two = (recording_of_traces("", [trace_of(microbatches=count)]).steps[0] for count in (2, 3))
-    with pytest.raises(FormatError, match="differ in stages or microbatches"):
+    with pytest.raises(FormatError, match="same numbers of stages and microbatches"):
         RecordedTraining("", (one, two))
     moved = tuple(
         each._replace(rank=1 - each.rank) if each.kind == "B" and each.stage < 2 else each for each in one.passes
