@@ -119,7 +119,7 @@ class Graph:
     tied: tuple[tuple[str, ...], ...] = ()
     """groups of parameter names that are one tensor"""
     storage: tuple[StorageGroup, ...] = ()
-    """values that share memory, and who writes into it"""
+    """values that share memory, and the nodes that write into it"""
     updates: tuple[Update, ...] = ()
     """parameters and buffers that the forward writes"""
 

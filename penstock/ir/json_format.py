@@ -55,7 +55,7 @@ RECORDS: dict[str, type] = {
 }
 """the records that can be saved, by the type that a document names"""
 _UNION_LABELS = ("int", "str", "tuple[int, ...]")
-Record = TypeVar("Record")
+AnyRecord = TypeVar("AnyRecord")
 
 
 def to_json(record: object) -> str:
@@ -84,7 +84,7 @@ def to_json(record: object) -> str:
 
 
 @overload
-def from_json(text: str, record: type[Record]) -> Record: ...
+def from_json(text: str, record: type[AnyRecord]) -> AnyRecord: ...
 @overload
 def from_json(text: str, record: None = None) -> Any: ...
 def from_json(text: str, record: type | None = None) -> Any:
@@ -125,7 +125,7 @@ def save_record(record: object, path: str | Path) -> None:
 
 
 @overload
-def load_record(path: str | Path, record: type[Record]) -> Record: ...
+def load_record(path: str | Path, record: type[AnyRecord]) -> AnyRecord: ...
 @overload
 def load_record(path: str | Path, record: None = None) -> Any: ...
 def load_record(path: str | Path, record: type | None = None) -> Any:

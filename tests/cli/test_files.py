@@ -9,7 +9,9 @@ from penstock.cli import files
 from penstock.errors import PenstockError
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "a.svg"
     files.write(target, "old")
 

@@ -39,7 +39,7 @@ def test_a_file_takes_the_place_of_the_old_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["orders.csv"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path, monkeypatch):
     (tmp_path / "orders.csv").write_text("old")
 
     def full(self, content):
