@@ -9,7 +9,7 @@ from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
 from penstock.loss.microbatch_weights import LossStep
-from penstock.loss.probe import Evaluation, Probe, evaluation
+from penstock.loss.probe import Evaluation, Probe
 from penstock.loss.reductions import SAMPLE_REDUCTIONS, Count, Piece
 from penstock.loss.returned_loss import ModelLoss, Noise
 from penstock.loss.samples import choose_parts
@@ -25,8 +25,6 @@ class AddedLosses:
         self._captured = captured
         self._kinds: LruCache[tuple[int, Recording], list[str]] = LruCache()
         """the kind of every loss that a stage adds, by stage and recording"""
-        self._sizes: list[int] = []
-        """the numbers of samples of the parts that were evaluated last"""
         self.warnings: tuple[str, ...] = ()
         """about added losses whose weights may not be those of one process"""
 
@@ -57,15 +55,15 @@ class AddedLosses:
     def _find_kinds(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:
         """The kind of every loss that a stage adds."""
         try:
-            probes = self._probes(step, microbatch, nodes)
+            draws, sizes = self._probes(step, microbatch, nodes)
         except Exception:  # the user's model may raise anything
-            probes = []
+            draws, sizes = [], []
+        pieces: list[Piece] = [({}, size) for size in sizes]
+        weights = {kind: Count(kind).weights(pieces) for kind in SAMPLE_REDUCTIONS}
         kinds: list[str] = []
         for number in range(count):
-            draws = [draw[number] for draw in probes if len(draw) == count]
-            sizes: list[Piece] = [({}, size) for size in self._sizes]
-            weights = {kind: Count(kind).weights(sizes) for kind in SAMPLE_REDUCTIONS if draws}
-            fitting = [kind for kind in weights if all(probe.fits(weights[kind]) for probe in draws)]
+            probes = [draw[number] for draw in draws if len(draw) == count]
+            fitting = [kind for kind in weights if probes and all(probe.fits(weights[kind]) for probe in probes)]
             kinds.append(fitting[0] if fitting else "mean")
             if not fitting:
                 problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
@@ -73,8 +71,11 @@ class AddedLosses:
                 self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
         return kinds
 
-    def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
-        """For each of two draws of noise, the probes of the losses that the nodes of a stage add, in their order."""
+    def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> tuple[list[list[Probe]], list[int]]:
+        """The probes of the losses that the nodes of a stage add, in their order, for each of two draws of noise.
+
+        The second result is the number of samples of each part that was evaluated.
+        """
         recording, microbatches = step.recordings[microbatch], with_columns_of(step.microbatches, microbatch)
         model = ModelLoss(self._captured, recording, microbatches, {}, recorded=microbatch)
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
@@ -83,12 +84,11 @@ class AddedLosses:
         live = {node.module for node in adding if node.is_block and node.name in nodes}
         between = [node.name in nodes for node in adding if not node.is_block]
         parts = choose_parts([each.size for each in microbatches], model.sample_size, step_number=model.recorded)
-        self._sizes = [part.length for part in parts]
 
         def evaluations(noise: Noise, chosen: Sequence[int]) -> list[Evaluation]:
             run, is_of_stage = model.run(noise, chosen, live), iter(between)
             values = [value for owner, value in run.added if (owner in live if owner else next(is_of_stage))]
-            return [evaluation(value, noise.leaves(), noise.shared(), run.dtype) for value in values]
+            return [Evaluation.of(value, noise.leaves(), noise.shared(), run.dtype) for value in values]
 
         draws = []
         with model.isolated():
@@ -98,4 +98,4 @@ class AddedLosses:
                 alone = [evaluations(noise, [number]) for number in range(len(parts))]
                 columns = zip(union, *alone, strict=True)
                 draws.append([Probe(range(len(parts)), together, separate) for together, *separate in columns])
-        return draws
+        return draws, [part.length for part in parts]

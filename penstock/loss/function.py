@@ -24,7 +24,7 @@ from penstock.capture import (
 from penstock.errors import PenstockError, RunError
 from penstock.ir import leaves, listed, named_leaves, take_apart, transform
 from penstock.loss.find_losses import SINGLE, losses_of_function
-from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
+from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
 from penstock.loss.samples import LARGE, SMALL_SCALE, Part, artificial_output, join, sample_dims
 
 LossFn = Callable[[Any, Any], Any]
@@ -130,7 +130,6 @@ class LossFunction:
             }
             output = join([outputs[dtype][number] for number in chosen], dims)
             target = Microbatch.join([taken[number] for number in chosen]).target
-
             target = transform(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
             # A copy: the function may write into it.
             result = self._call(output, transform(target, _copied), inputs)
@@ -210,7 +209,7 @@ class LossFunction:
             raise ProbeError("it does not return a single number")
         leaf_tensors = enumerate([*self._state.parameters(), *self._state.tensors])
         shared = {str(index): leaf for index, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
-        return evaluation(loss, inputs, shared, tracker.dtype)
+        return Evaluation.of(loss, inputs, shared, tracker.dtype)
 
 
 class _ReferencedState(nn.Module):

@@ -10,8 +10,8 @@ from penstock.capture import ROUNDING, Recording
 from penstock.ir import Graph, Ref, Tree, listed
 
 
-def interaction_warnings(model: nn.Module, recording: Recording, mixing_blocks: Sequence[str]) -> tuple[str, ...]:
-    """Warnings about the interaction of samples: inside blocks, and before those in `mixing_blocks`.
+def interaction_warnings(model: nn.Module, recording: Recording, mixed_inputs: Sequence[str]) -> tuple[str, ...]:
+    """Warnings about samples that interact: inside blocks, and before the blocks that `mixed_inputs` names.
 
     The former are found by the types of modules, because probes do not run blocks.
     """
@@ -33,9 +33,9 @@ def interaction_warnings(model: nn.Module, recording: Recording, mixing_blocks: 
     if embeddings:
         problem = "scale_grad_by_freq counts the words of each microbatch instead of the whole batch"
         warnings.append(f"{problem}: {embeddings}")
-    if mixing_blocks:
+    if mixed_inputs:
         problem = "a value depends on all samples of a batch, of which a microbatch has only some"
-        warnings.append(f"{problem}: {listed(mixing_blocks)}")
+        warnings.append(f"{problem}: {listed(mixed_inputs)}")
     return tuple(warnings)
 
 
@@ -49,15 +49,15 @@ class InputComparison:
         """the calls of every block so far in the current run"""
         self._norms: dict[tuple[str, int, int], tuple[int | None, Tensor]] = {}
         """by block, call and argument: the dimension of samples and the norm of each sample, for all parts together"""
-        self.mixing: dict[str, None] = {}
-        """the blocks before which samples interact"""
+        self.mixed_inputs: dict[str, None] = {}
+        """the blocks whose inputs depend on other samples too"""
 
     def start_run(self) -> None:
         """Begin a run of the model, the first one with all parts together."""
         self._num_calls.clear()
 
     def compare(self, name: str, values: Sequence[tuple[Tree, object]], chosen: Sequence[int]) -> None:
-        """Add a block to `mixing` if its input activations for one part differ from those for all parts together.
+        """Add a block to `mixed_inputs` if its input activations for one part differ from those for all parts together.
 
         `values` pairs its recorded inputs with the current ones.
         """
@@ -82,7 +82,7 @@ class InputComparison:
                 norms = _norms(leaf, dim)
                 limit = ROUNDING[leaf.dtype] * float(whole.max())
                 if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
-                    self.mixing[name] = None
+                    self.mixed_inputs[name] = None
 
 
 def _norms(leaf: Tensor, dim: int | None) -> Tensor:

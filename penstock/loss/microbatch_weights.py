@@ -92,7 +92,7 @@ class LossWeights:
         self._reduction, self._remote, self._name = reduction, remote_parameters or {}, name
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote, name)
         self._decisions: LruCache[str, Decision] = LruCache()
-        """by the structure hash of the recording of a model that returns its loss; under "" that of a loss function"""
+        """by the structure hash of the recording of a model that returns its loss; of a loss function by `_FUNCTION`"""
         self._checked: LruCache[Recording, None] = LruCache()
         """the recordings for which a decision was made or checked"""
         self._loss_values: LruCache[Recording, dict[str, str]] = LruCache()
@@ -158,11 +158,11 @@ class LossWeights:
                 return made[0]
 
             self._weigh(step, make_loss, recording.structure_hash)
-            mixing = made[0].mixing
-            if mixing is not None:
+            mixed_inputs = made[0].mixed_inputs
+            if mixed_inputs is not None:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.
                 model = self._captured.model
-                self._interactions.get(recording, lambda: interaction_warnings(model, recording, mixing))
+                self._interactions.get(recording, lambda: interaction_warnings(model, recording, mixed_inputs))
         assert step.weights is not None
         return step.weights
 
@@ -177,8 +177,8 @@ class LossWeights:
                 index = step.recordings.index(recording)
                 microbatches = with_columns_of(step.microbatches, index)
                 loss = ModelLoss(self._captured, recording, microbatches, self._remote, recorded=index)
-                mixing = loss.find_mixing_blocks(self.checks_outputs)
-                found = interaction_warnings(self._captured.model, recording, mixing)
+                mixed_inputs = loss.find_mixed_inputs(self.checks_outputs)
+                found = interaction_warnings(self._captured.model, recording, mixed_inputs)
                 self._interactions.put(recording, found)
             texts.update(dict.fromkeys(found))
         return (*texts, step.loss_problem) if step.loss_problem else tuple(texts)

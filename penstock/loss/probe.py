@@ -50,6 +50,24 @@ class Evaluation:
     dtype: torch.dtype
     """the lowest precision in which something was computed"""
 
+    @classmethod
+    def of(
+        cls, loss: Tensor, inputs: Mapping[tuple[int, str], Tensor], shared: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> "Evaluation":
+        """Take the gradients of a loss that was computed from `inputs`, by part and name, and `shared` tensors."""
+        # A loss may have the shape (1,).
+        number = loss.reshape(())
+        tensors = [*inputs.values(), *shared.values()]
+        computed: Sequence[Tensor | None] = [None] * len(tensors)
+        if number.requires_grad and tensors:
+            computed = torch.autograd.grad(number, tensors, allow_unused=True, retain_graph=True)
+        gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
+        for (part, name), gradient in zip(inputs, computed, strict=False):
+            if gradient is not None:
+                gradients[part][name] = as_real(gradient)
+        others = zip(shared, computed[len(inputs) :], strict=True)
+        return cls(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
+
 
 Evaluate = Callable[[Sequence[int]], Evaluation]
 """evaluates a loss for the parts with these indices together; the outputs of a part are the same in every call"""
@@ -57,24 +75,6 @@ Evaluate = Callable[[Sequence[int]], Evaluation]
 
 class ProbeError(Exception):
     """The loss cannot be evaluated in parts; the message gives the reason."""
-
-
-def evaluation(
-    loss: Any, inputs: Mapping[tuple[int, str], Tensor], shared: Mapping[str, Tensor], dtype: torch.dtype
-) -> Evaluation:
-    """Take the gradients of a loss that was computed from `inputs`, by part and name, and `shared` tensors."""
-    # A loss may have the shape (1,).
-    number = loss.reshape(())
-    tensors = [*inputs.values(), *shared.values()]
-    computed: Sequence[Tensor | None] = [None] * len(tensors)
-    if number.requires_grad and tensors:
-        computed = torch.autograd.grad(number, tensors, allow_unused=True, retain_graph=True)
-    gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
-    for (part, name), gradient in zip(inputs, computed, strict=False):
-        if gradient is not None:
-            gradients[part][name] = as_real(gradient)
-    others = zip(shared, computed[len(inputs) :], strict=True)
-    return Evaluation(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
 
 
 class Probe:
@@ -220,9 +220,6 @@ class FunctionTracker(TorchFunctionMode):
 
 class ConstantRandomness(DispatchMode):
     """Replaces random numbers of torch by 0.5 or 0: real ones would differ between a batch and its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every operator; dropout then multiplies all samples by the same factor."""

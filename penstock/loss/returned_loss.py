@@ -33,14 +33,7 @@ from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, lea
 from penstock.loss.added import collect_added
 from penstock.loss.find_losses import SINGLE, losses_of
 from penstock.loss.interactions import InputComparison
-from penstock.loss.probe import (
-    ConstantRandomness,
-    Evaluate,
-    Evaluation,
-    FunctionTracker,
-    ProbeError,
-    evaluation,
-)
+from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
 from penstock.loss.samples import SMALL_SCALE, Part, choose_parts
 
 
@@ -64,8 +57,8 @@ class ModelLoss:
         self._loss_name = name
         self.captured, self.recording, self.microbatches = captured, recording, microbatches
         self.recorded, self.recorded_size = recorded, microbatches[recorded].size
-        self.mixing: list[str] | None = None
-        """the blocks before which samples interact, once the loss was evaluated"""
+        self.mixed_inputs: list[str] | None = None
+        """the blocks whose inputs depend on other samples too, once the loss was evaluated"""
         self._remote = set(remote_parameters.values())
         self.block_names = {id(module): name for name, module in recording.granularity.blocks(captured.model).items()}
         """by the id of the module"""
@@ -100,11 +93,12 @@ class ModelLoss:
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
             run = self.run(noise, chosen)
-            return evaluation(losses_of(run.output)[self._loss_name], noise.leaves(), noise.shared(), run.dtype)
+            loss = losses_of(run.output)[self._loss_name]
+            return Evaluation.of(loss, noise.leaves(), noise.shared(), run.dtype)
 
         with self.isolated():
             yield evaluate
-        self.mixing = list(noise.comparison.mixing)
+        self.mixed_inputs = list(noise.comparison.mixed_inputs)
 
     def noise(self, parts: Sequence[Part], draw: int) -> "Noise":
         """Results of the blocks for some parts of the batch."""
@@ -122,7 +116,7 @@ class ModelLoss:
             stack.enter_context(torch.enable_grad())
             yield
 
-    def run(self, noise: "Noise", chosen: Sequence[int], live: Collection[str] = ()) -> "Run":
+    def run(self, noise: "Noise", chosen: Sequence[int], live: Collection[str] = ()) -> "NoisyResult":
         """Run the model for some parts together. Blocks in `live` run too, for the losses that they add."""
         forward, tracker = _NoisyForward(self, noise, chosen, live), FunctionTracker()
         added: list[tuple[str, Tensor]] = []
@@ -140,7 +134,7 @@ class ModelLoss:
         # The next run must begin with the same state.
         for name, content in before.items():
             state[name].data.copy_(content)
-        return Run(output, tuple(added), tracker.dtype)
+        return NoisyResult(output, tuple(added), tracker.dtype)
 
     def _call_model(self, args: Any, kwargs: Any) -> Any:
         # Parameters of other ranks may have no values here: those that are used between blocks are replaced by ones.
@@ -152,8 +146,8 @@ class ModelLoss:
         made = {name: torch.ones(p.shape, dtype=p.dtype, device=p.device) for name, p in missing.items()}
         return torch.func.functional_call(model, made, args, without_cache(model, kwargs))
 
-    def find_mixing_blocks(self, with_outputs: bool) -> list[str]:
-        """The blocks of the model before which samples interact; `with_outputs` checks its outputs too.
+    def find_mixed_inputs(self, with_outputs: bool) -> list[str]:
+        """The blocks whose inputs depend on other samples too; `with_outputs` checks the outputs of the model as well.
 
         Found by running the Python between the blocks for some samples together and in parts. Empty if that fails, as
         it does in models whose control flow depends on the values of activations.
@@ -170,11 +164,11 @@ class ModelLoss:
                 for chosen in ([*range(len(parts))], *([number] for number in range(len(parts)))):
                     run = self.run(noise, chosen)
                     if with_outputs:
-                        outputs = zip(_flat(self.recording.record.outputs), leaves(run.output), strict=True)
+                        outputs = zip(_recorded_leaves(self.recording.record.outputs), leaves(run.output), strict=True)
                         noise.comparison.compare("the outputs", list(outputs), chosen)
         except Exception:  # the user's model may raise anything
             return []
-        return list(noise.comparison.mixing)
+        return list(noise.comparison.mixed_inputs)
 
 
 class Noise:
@@ -302,7 +296,8 @@ class _NoisyForward:
         # Activation checkpointing runs blocks again in the backward: more calls than were recorded.
         call = calls[self._num_calls[name] % len(calls)]
         self._num_calls[name] += 1
-        values = list(zip(_flat(call.args) + _flat(call.kwargs), leaves(args) + leaves(kwargs), strict=True))
+        recorded = _recorded_leaves(call.args) + _recorded_leaves(call.kwargs)
+        values = list(zip(recorded, leaves(args) + leaves(kwargs), strict=True))
         noise.comparison.compare(name, values, self._chosen)
         if name in noise.unreplaced:
             return run_block()
@@ -353,12 +348,14 @@ class _NoisyForward:
         return built(recording.returned.get(call.name, Ref(call.results.values[0])))
 
 
-class Run(NamedTuple):
-    """The output of a model, the losses added in it, each with the block that added it, and the lowest precision."""
+class NoisyResult(NamedTuple):
+    """The result of one forward with noise in place of the results of blocks."""
 
     output: Any
     added: tuple[tuple[str, Tensor], ...]
+    """the losses that modules added, each with its block; "" for a loss that was added between blocks"""
     dtype: torch.dtype
+    """the lowest precision that something was computed in"""
 
 
 @contextmanager
@@ -375,6 +372,6 @@ def _forward_returning(module: nn.Module, result: Any) -> Iterator[None]:
             object.__setattr__(module, "forward", before)
 
 
-def _flat(tree: Tree) -> list[Any]:
+def _recorded_leaves(tree: Tree) -> list[Any]:
     """The leaves of a recorded structure, in the order in which `leaves` returns those of a real one."""
-    return [leaf for item in tree.items for leaf in _flat(item)] if isinstance(tree, Container) else [tree]
+    return [leaf for item in tree.items for leaf in _recorded_leaves(item)] if isinstance(tree, Container) else [tree]
