@@ -10,7 +10,7 @@ The files, in the order in which to read them:
     padding.py        the lengths of padded samples, and microbatches without the padding, for `budget_tokens`
 """
 
-from penstock.batches.cuts import TARGET, Cut, Split
+from penstock.batches.cuts import TARGET, Cut, Split, is_of_target
 from penstock.batches.microbatches import (
     Batch,
     BatchSplitter,

@@ -98,8 +98,11 @@ def has_rule(name: str, split: Split) -> bool:
     return _rule(name, split) is not _NO_RULE
 
 
-def check_split(split: Split, arguments: Sequence[Argument], parameters: Mapping[str, Any]) -> None:
-    """Refuse names that match nothing. A parameter that this step leaves out may be used in another step."""
+def check_split_of_step(split: Split, arguments: Sequence[Argument], parameters: Mapping[str, Any]) -> None:
+    """Refuse values that are no rules, and names of no argument of this step.
+
+    A parameter that this step leaves out may be used in another step.
+    """
     for name, rule in split.items():
         if not is_split_rule(rule):
             raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
@@ -161,17 +164,17 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 # Cuts
 
 
-def find_cuts(arguments: Sequence[Argument], num_samples: int, split: Split, is_final: bool) -> dict[str, Cut]:
-    """The cuts by name. `is_final`: there is one microbatch, so that ambiguous lists and targets need no decision."""
-    parts = [part for argument in arguments for part in _cut_parts(argument, num_samples, split, is_final)]
+def find_cuts(arguments: Sequence[Argument], num_samples: int, split: Split, is_unsplit: bool) -> dict[str, Cut]:
+    """The cuts by name. `is_unsplit`: there is one microbatch, so that ambiguous lists and targets are not refused."""
+    parts = [part for argument in arguments for part in _cut_parts(argument, num_samples, split, is_unsplit)]
     tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
     cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in parts if name not in tensors}
     for name in tensors:
-        _cut_of(name, tensors, num_samples, split, cuts, is_final)
+        _cut_of(name, tensors, num_samples, split, cuts, is_unsplit)
     return {name: cut for name, _ in parts if (cut := cuts[name]) is not None}
 
 
-def _cut_parts(argument: Argument, num_samples: int, split: Split, is_final: bool) -> Iterator[Argument]:
+def _cut_parts(argument: Argument, num_samples: int, split: Split, is_unsplit: bool) -> Iterator[Argument]:
     """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
     name, value = argument
     if isinstance(value, Tensor):
@@ -186,15 +189,15 @@ def _cut_parts(argument: Argument, num_samples: int, split: Split, is_final: boo
         rule is _NO_RULE
         and argument.is_list
         and len(value) == num_samples
-        and _is_per_sample(argument, num_samples, is_final)
+        and _is_per_sample(argument, num_samples, is_unsplit)
     ):
         yield argument
     else:
         for item in argument.items():
-            yield from _cut_parts(item, num_samples, split, is_final)
+            yield from _cut_parts(item, num_samples, split, is_unsplit)
 
 
-def _is_per_sample(argument: Argument, num_samples: int, is_final: bool) -> bool:
+def _is_per_sample(argument: Argument, num_samples: int, is_unsplit: bool) -> bool:
     """Whether a list with as many entries as the batch has samples has one entry per sample.
 
     Raises an error if the list does not show it.
@@ -207,12 +210,12 @@ def _is_per_sample(argument: Argument, num_samples: int, is_final: bool) -> bool
     if not tensors or (all(is_batched) and not has_records):
         # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
         return False
-    if not all(is_batched) and (has_records or _is_of_target(argument.name)):
+    if not all(is_batched) and (has_records or is_of_target(argument.name)):
         # The labels of a detector: a dict of boxes for each sample.
         return True
     # Ambiguous: the number of boxes of a sample may happen to equal the number of samples, or only some tensors of the
     # list are as long as the batch.
-    if is_final:
+    if is_unsplit:
         return False
     raise RunError(
         "a list or tuple with as many entries as the batch has samples may hold an entry for each sample, or whole "
@@ -225,7 +228,8 @@ def _is_per_sample(argument: Argument, num_samples: int, is_final: bool) -> bool
     )
 
 
-def _is_of_target(name: str) -> bool:
+def is_of_target(name: str) -> bool:
+    """Whether an argument or a part of one, by its name, is the target or a part of it."""
     return name.partition(".")[0] == TARGET
 
 
@@ -235,7 +239,7 @@ def _cut_of(
     num_samples: int,
     split: Split,
     known: dict[str, Cut | None],
-    is_final: bool,
+    is_unsplit: bool,
 ) -> Cut | None:
     """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
     if name not in known:
@@ -246,7 +250,7 @@ def _cut_of(
             is_batched = tensor.dim() > 0 and tensor.shape[0] == num_samples
             # An argument without the batch as its first dimension may be a table for all samples, but a target must
             # have an entry for each of them.
-            if not is_batched and tensor.dim() and _is_of_target(name) and not is_final:
+            if not is_batched and tensor.dim() and is_of_target(name) and not is_unsplit:
                 hints = [f"split={{{name!r}: dim}} if another dimension is the batch", "None to pass it whole"]
                 if len(tensor) % num_samples == 0:
                     hints.append(f"penstock.Rows({len(tensor) // num_samples}) if each sample has that number of rows")
@@ -261,7 +265,7 @@ def _cut_of(
         elif rule == "samples":
             raise _unfit(name, tensor, f"a list or tuple of {num_samples} entries")
         elif isinstance(rule, Ragged):
-            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known, is_final)
+            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known, is_unsplit)
         elif rule is not None:
             rows = rule if isinstance(rule, Rows) else Rows(1, rule)
             dim = _checked_dim(name, tensor, rows.dim)
@@ -282,7 +286,7 @@ def _ragged_cut(
     num_samples: int,
     split: Split,
     known_cuts: dict[str, Cut | None],
-    is_final: bool,
+    is_unsplit: bool,
 ) -> Cut:
     """The cut of a tensor whose number of rows per sample is read from another argument."""
     tensor = tensors[name]
@@ -291,7 +295,7 @@ def _ragged_cut(
         raise RunError(
             "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
         )
-    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts, is_final)
+    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts, is_unsplit)
     if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
         raise RunError(
             "the sizes of a ragged argument must be split by samples",

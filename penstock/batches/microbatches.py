@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batches.cuts import TARGET, Argument, Cut, Split, batch_size, check_split, find_cuts, has_rule
+from penstock.batches.cuts import TARGET, Argument, Cut, Split, batch_size, check_split_of_step, find_cuts, has_rule
 from penstock.capture import PLAIN_TYPES, LruCache, register_containers
 from penstock.errors import CaptureError, RunError
 from penstock.ir import named_arguments, named_inputs, put_together, signature_of, take_apart
@@ -221,12 +221,12 @@ class BatchSplitter:
             arguments = tuple(Argument(name, value) for name, value in named.items())
             # A model without a loss function may have a parameter of the target's name.
             everything = (*arguments, Argument(TARGET, target)) if target is not None else arguments
-            check_split(self._split, everything, signature_of(self._forward).parameters)
+            check_split_of_step(self._split, everything, signature_of(self._forward).parameters)
             planned = {name: rule for name, rule in self._planned.items() if not has_rule(name, self._split)}
             rules = {**self._split, **planned}
             num_samples = batch_size(arguments, rules)
             sizes = microbatch_sizes(num_samples, num_microbatches)
-            cuts = find_cuts(everything, num_samples, rules, is_final=len(sizes) == 1)
+            cuts = find_cuts(everything, num_samples, rules, is_unsplit=len(sizes) == 1)
             splitting = sizes, cuts, tuple(named)[: len(args)]
             # Offsets are read from a tensor: they hold for this batch only.
             if not any(cut.offsets for cut in cuts.values()):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batches.cuts import TARGET, Cut
+from penstock.batches.cuts import TARGET, Cut, is_of_target
 from penstock.batches.microbatches import Columns, Microbatch, select_columns
 from penstock.capture import is_integer
 from penstock.errors import RunError
@@ -87,7 +87,7 @@ def find_padding(whole: Microbatch) -> Padding:
                 raise RunError("a mask must be 0 or 1 for budget_tokens to read lengths from it", argument=name)
         elif word in _LOSS_MASKS:
             labels[name] = tensor != 0
-        elif (word == _LABELS or name.partition(".")[0] == TARGET) and is_integer(tensor):
+        elif (word == _LABELS or is_of_target(name)) and is_integer(tensor):
             labels[name] = tensor != IGNORE_INDEX
     shown = {**masks, **labels}
     if not shown:

@@ -167,7 +167,7 @@ class _Search:
         if whole is None:
             # The model does not run on the whole batch: capture reports its error.
             return candidates[0]
-        # The rules that only a loss speaks for, and all rules with which the model runs.
+        # The rules with which only scalars differ, such as a loss, and all rules with which the model runs.
         possible, ran = [], []
         for rules in candidates:
             try:
@@ -233,7 +233,7 @@ class _Search:
         try:
             few = self._few_samples(rules) if names else None
         except RunError:
-            # Splitting the batch reports it.
+            # The error is raised again when the batch is split.
             few = None
         if few is None:
             return
@@ -423,7 +423,7 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
 
 
 def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int, rounding: float) -> bool:
-    """Whether a result with one row per sample is another one in the parts; other results are not compared."""
+    """Whether a result with one row per sample differs in the parts; other results are not compared."""
     if any(len(part) != len(whole) for part in parts):
         return False
     for expected, *results in zip(whole, *parts, strict=True):

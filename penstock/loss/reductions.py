@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from penstock.batches import IGNORE_INDEX
+from penstock.batches import IGNORE_INDEX, is_of_target
 from penstock.capture import is_inexact, is_integer
 from penstock.errors import RunError
 
@@ -98,7 +98,7 @@ SAMPLE_REDUCTIONS = tuple(name for name, count in REDUCTIONS.items() if not coun
 
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """The class indices of the target, or of the input named `labels`."""
-    named = [tensor for name, tensor in tensors.items() if name == "labels" or name.split(".")[0] == "target"]
+    named = [tensor for name, tensor in tensors.items() if name == "labels" or is_of_target(name)]
     return [tensor for tensor in named if not is_inexact(tensor)]
 
 
