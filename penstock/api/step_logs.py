@@ -82,8 +82,10 @@ class LineFile(StepLog):
             finally:
                 temporary.unlink(missing_ok=True)
         with self.path.open("r+b") as file:
-            is_same = self._last is not None and self._last[0] == metrics.step
-            start = file.seek(self._last[1]) if is_same and self._last is not None else file.seek(0, os.SEEK_END)
+            if self._last is not None and self._last[0] == metrics.step:
+                start = file.seek(self._last[1])
+            else:
+                start = file.seek(0, os.SEEK_END)
             file.truncate()
             file.write(self.line(metrics).encode())
         self._last = metrics.step, start

@@ -218,10 +218,10 @@ class _Loop:
         self._logs = logs
         self._messages: list[str] = []
         """for the report of the next step"""
-        self._log = _Log(pipe.plan)
+        self._history = _StepHistory(pipe.plan)
         self._step = 0
         """number of steps taken"""
-        self._is_stopped = False
+        self._stop_requested = False
         """whether a callback of this rank asked to stop"""
         self._was_signalled = False
         """whether any rank was asked to stop from outside"""
@@ -256,7 +256,7 @@ class _Loop:
             self._emit("end")
         self._logs.close()
         versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
-        return Run(pipe.plan, tuple(self._log.steps), self._log.median_trace, versions=versions)
+        return Run(pipe.plan, tuple(self._history.steps), self._history.median_trace, versions=versions)
 
     def _resume(self, batches: Batches) -> Iterator[Any]:
         """Restore the training if asked to; returns the remaining batches."""
@@ -269,7 +269,7 @@ class _Loop:
             saver.run_id = self._logs.run_id
             left, message = saver.resume(batches)
             self._messages.append(message)
-            self._log.num_skipped, self._logs.run_id = saver.num_skipped, saver.run_id
+            self._history.num_skipped, self._logs.run_id = saver.num_skipped, saver.run_id
             self._step = self._step if saver.step is None else saver.step
         if self._options.changes_lr:
             for group in self._optimizer.param_groups:
@@ -284,23 +284,23 @@ class _Loop:
         outcome = self._retry_after_save(group)
         self._step += 1
         self._metrics = outcome.metrics
-        self._log.add(outcome)
+        self._history.add(outcome)
         self._write_metrics(outcome.metrics)
         self._emit("after_step")
         if self._step == options.steps or (options.eval_every is not None and self._step % options.eval_every == 0):
             self._evaluate(outcome.metrics)
         if saver is not None:
-            self._messages.append(saver.step_taken(outcome.metrics, self._log.num_skipped, len(group)))
-        signalled, stopped, memory = pipe.largest(bool(stop), self._is_stopped, _peak_bytes(pipe.device))
+            self._messages.append(saver.step_taken(outcome.metrics, self._history.num_skipped, len(group)))
+        signalled, stopped, memory = pipe.largest(bool(stop), self._stop_requested, _peak_bytes(pipe.device))
         self._was_signalled = bool(signalled)
         if pipe.is_first:
-            self._messages.append(self._log.slow_ranks())
+            self._messages.append(self._history.slow_ranks())
             if self._on_step is not None:
                 tokens = sum(size_of(call)[1] for call in group)
-                report = _step_report(self._log.steps, options.steps, tokens, outcome, int(memory), self._messages)
+                report = _step_report(self._history.steps, options.steps, tokens, outcome, int(memory), self._messages)
                 self._on_step(report)
         self._messages.clear()
-        self._log.check()
+        self._history.check()
         return bool(signalled or stopped)
 
     def _set_lr(self) -> None:
@@ -396,7 +396,7 @@ class _Loop:
         restore()
         if not weight:
             raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
-        self._metrics = self._log.steps[-1] = replace(metrics, eval_loss=total / weight)
+        self._metrics = self._history.steps[-1] = replace(metrics, eval_loss=total / weight)
         self._write_metrics(self._metrics)
         self._emit("eval")
 
@@ -411,10 +411,10 @@ class _Loop:
             callback(TrainEvent(name, number, self._pipe, self._optimizer, self._metrics, path, self._request_stop))
 
     def _request_stop(self) -> None:
-        self._is_stopped = True
+        self._stop_requested = True
 
 
-class _Log:
+class _StepHistory:
     """The steps of a run so far."""
 
     def __init__(self, plan: Plan) -> None:
