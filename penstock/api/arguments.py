@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError, RunError
-from penstock.ir import SPLIT_HINT, Plan, is_split_rule
+from penstock.ir import SPLIT_HINT, Plan, choices_text, is_split_rule
 from penstock.loss import REDUCTIONS
 from penstock.planner import check_stream
 from penstock.runtime import INPUTS, TENSOR, GradScaler, RunOptions
@@ -66,7 +66,7 @@ def check_execution(mesh: object, local: object, parallelize_fn: object) -> None
 
 def check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
     """Check reduction, inputs, scaler and options."""
-    _check_choice("reduction", reduction, (None, *REDUCTIONS))
+    _check_choice("reduction", reduction, (*REDUCTIONS, None))
     _check_choice("inputs", inputs, INPUTS)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise RunError("scaler must be a GradScaler", got=shown(scaler), hint="penstock.GradScaler()")
@@ -94,8 +94,7 @@ def check_split(split: object, model: nn.Module) -> None:
 
 def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
     if not (given is None or isinstance(given, str)) or given not in choices:
-        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
-        raise RunError(f"unknown {name}", got=shown(given), hint=hint)
+        raise RunError(f"unknown {name}", got=shown(given), hint=choices_text(choices))
 
 
 def check_staleness(

@@ -51,7 +51,7 @@ _ATTEMPTS = 2
 """how often ranks are measured at most, if other load makes the result unreliable"""
 _TIMEOUT = 120.0
 _WAIT = 1e-3
-"""seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""
+"""seconds that a pass waits, so that the runtime finds the caches cold, as after real work"""
 _WIDTH, _SAMPLES = 256, 16
 """of the values that are sent: 16 KiB"""
 

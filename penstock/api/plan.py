@@ -234,7 +234,7 @@ def plan(
     elif vocabulary_shards is None:
         found = _plan_batch(batch, options, is_here, start)
     else:
-        found = _plan_sharded(batch, options, vocabulary_shards, is_here, start)
+        found = _plan_vocabulary_shards(batch, options, vocabulary_shards, is_here, start)
     _LOG.info("plan: %s", found)
     return found
 
@@ -254,7 +254,9 @@ def _plan_batch(batch: ExampleBatch, options: PlanOptions, is_here: bool, start:
     return replace(found, split=tuple(batch.rules.items()))
 
 
-def _plan_sharded(batch: ExampleBatch, options: PlanOptions, shards: int | str, is_here: bool, start: float) -> Plan:
+def _plan_vocabulary_shards(
+    batch: ExampleBatch, options: PlanOptions, shards: int | str, is_here: bool, start: float
+) -> Plan:
     """The plan with a split output layer; with "auto" shards, the better of it and the plan without."""
     is_auto = shards == AUTO
     count = options.cluster.ranks if is_auto else as_int(shards) if not isinstance(shards, str) else None

@@ -58,7 +58,7 @@ def table_traces(plan: Plan) -> dict[str, Trace]:
         with suppress(PenstockError):
             built = build(name, plan.num_ranks, plan.num_microbatches, stages_per_rank, plan.costs)
             if built.placement == plan.schedule.placement and name != plan.choices.schedule:
-                traces[name] = _run(plan, built)
+                traces[name] = _simulate(plan, built)
     return traces
 
 
@@ -71,7 +71,7 @@ def _synthesised_seconds(plan: Plan) -> float | None:
         return None
     with suppress(PenstockError):
         synthesis = synthesise(problem, budget_seconds=SEARCH_SECONDS, may_prove=False)
-        return _run(plan, synthesis.best.schedule).makespan
+        return _simulate(plan, synthesis.best.schedule).makespan
     return None
 
 
@@ -109,7 +109,7 @@ def _balance(plan: Plan) -> Iterator[Advice]:
     mean = sum(work) / len(work)
     even = costs.times([mean / work[rank] for rank in placement.ranks])
     note = "at most: ranks with exactly equal work; a larger capture depth allows finer cuts"
-    yield _advice(plan, "finer cuts", _run(plan, plan.orders, even).makespan, note)
+    yield _advice(plan, "finer cuts", _simulate(plan, plan.orders, even).makespan, note)
 
 
 def _links(plan: Plan) -> Iterator[Advice]:
@@ -117,7 +117,7 @@ def _links(plan: Plan) -> Iterator[Advice]:
     free = plan.cluster.with_instant_messages()
     if free != plan.cluster:
         note = "at most: messages that take no time at all"
-        yield _advice(plan, "faster links", _run(plan, plan.orders, cluster=free).makespan, note)
+        yield _advice(plan, "faster links", _simulate(plan, plan.orders, cluster=free).makespan, note)
 
 
 def _cores(plan: Plan) -> Iterator[Advice]:
@@ -125,13 +125,13 @@ def _cores(plan: Plan) -> Iterator[Advice]:
     if plan.cluster.cores is not None and plan.cluster.cores < plan.num_ranks:
         alone = replace(plan.cluster, cores=None)
         note = f"now {plan.num_ranks} ranks share {plan.cluster.cores}"
-        yield _advice(plan, "a core for every rank", _run(plan, plan.orders, cluster=alone).makespan, note)
+        yield _advice(plan, "a core for every rank", _simulate(plan, plan.orders, cluster=alone).makespan, note)
 
 
 _CHANGES = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links, _cores)
 
 
-def _run(
+def _simulate(
     plan: Plan, schedule: Schedule | Program, costs: StageCosts | None = None, cluster: Cluster | None = None
 ) -> Trace:
     """The trace of another order, or with other costs or links."""
