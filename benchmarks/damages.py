@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.checkpoint.manifest import NAME, signed_document
+from penstock.checkpoint.manifest import NAME, document_with_digest
 
 
 def cut(newest: Path, rng: random.Random) -> None:
@@ -70,4 +70,4 @@ def forged(directory: Path, name: str) -> None:
         return
     manifest = json.loads((directory / NAME).read_bytes())["manifest"]
     manifest["files"] = {name if file == "plan.json" else file: found for file, found in manifest["files"].items()}
-    (directory / NAME).write_bytes(signed_document(manifest))
+    (directory / NAME).write_bytes(document_with_digest(manifest))

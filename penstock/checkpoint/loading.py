@@ -19,7 +19,7 @@ from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.optimizer_state import check_optimizer
 from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.saving import parameter_names, plan_text, random_state_restorer
+from penstock.checkpoint.saving import parameter_names, plan_bytes, random_state_restorer
 from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning, RunError
@@ -220,7 +220,7 @@ class Loader:
             rank, ranks = self._rank_and_ranks
             finders = [reader.tensor_finder(stem) for stem in stems]
             saved = SavedSchedulers([reader.json_object(stem) for stem in stems], finders)
-            if len(stems) == ranks and reader.text(PLAN) == plan_text(self._plan):
+            if len(stems) == ranks and reader.content(PLAN) == plan_bytes(self._plan):
                 state = saved.of_rank(rank)
                 restorers.append(lambda: targets.scheduler.load_state_dict(state))
             else:

@@ -103,15 +103,15 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The document, with its own digest."""
-        content = signed_document(_adapter().dump_python(self, mode="json", exclude_defaults=True))
+        content = document_with_digest(_adapter().dump_python(self, mode="json", exclude_defaults=True))
         if len(content) > _MAX_BYTES:
             problem = "the manifest would be too large to be read: the model has too many tensors"
             raise CheckpointError(problem, bytes=len(content), limit=_MAX_BYTES, tensors=len(self.tensors))
         return content
 
 
-def signed_document(content: Mapping[str, Any]) -> bytes:
-    """The document of a manifest's fields, with a digest of them, by which damage of the manifest itself is found."""
+def document_with_digest(content: Mapping[str, Any]) -> bytes:
+    """The document of a manifest's fields, with a digest of them, which shows damage of the manifest itself."""
     digest = hashlib.sha256(json_bytes(content)).hexdigest()
     return json_bytes({"penstock_checkpoint": FORMAT, "manifest": content, "sha256": digest})
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: documents, and only those tensors that a rank asks for."""
+"""Reads a checkpoint: documents, and only those tensors that a rank needs."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -215,7 +215,7 @@ class CheckpointReader:
         """Whether a file is part of the checkpoint."""
         return file in self.manifest.files
 
-    def text(self, file: str) -> bytes:
+    def content(self, file: str) -> bytes:
         """The content of a file."""
         if file not in self.manifest.files:
             raise DamagedError("a file is missing", file=self.directory / file)
@@ -225,7 +225,7 @@ class CheckpointReader:
 
     def json_object(self, stem: str) -> dict[str, Any]:
         """A document as it is stored: a JSON object with references to tensors."""
-        content = parse_json(self.text(f"{stem}.json"), stem)
+        content = parse_json(self.content(f"{stem}.json"), stem)
         if not isinstance(content, dict):
             raise DamagedError("a document is not a JSON object", file=stem)
         return content

@@ -356,7 +356,7 @@ def random_state_restorer(state: Any) -> Callable[[], None]:
 
 # Cached, because a large plan takes a while to write and is the same for every checkpoint.
 @functools.lru_cache(maxsize=1)
-def plan_text(plan: Plan) -> bytes:
+def plan_bytes(plan: Plan) -> bytes:
     """The plan as it is saved."""
     return to_json(plan).encode()
 
@@ -367,7 +367,7 @@ def _stage_file(stage: int) -> str:
 
 def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     """The plan, and the configuration of a model that has one, as those of transformers do."""
-    files: dict[str, Content] = {PLAN: plan_text(plan)}
+    files: dict[str, Content] = {PLAN: plan_bytes(plan)}
     model = part.captured.model
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):

@@ -29,14 +29,14 @@ def scheduler_document(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 class SavedSchedulers:
     """The scheduler states of all ranks of a checkpoint, as JSON."""
 
-    def __init__(self, documents: Sequence[Mapping[str, Any]], finds: Sequence[FindTensor]) -> None:
+    def __init__(self, documents: Sequence[Mapping[str, Any]], finders: Sequence[FindTensor]) -> None:
         if not all(isinstance(document.get("rates"), list) and "state" in document for document in documents):
             raise DamagedError("the state of a scheduler cannot be read")
-        self._documents, self._finds = documents, finds
+        self._documents, self._finders = documents, finders
 
     def of_rank(self, rank: int) -> Any:
         """The state that a rank saved, for the same rank of the same plan."""
-        return decode_tree(self._documents[rank]["state"], self._finds[rank])
+        return decode_tree(self._documents[rank]["state"], self._finders[rank])
 
     def for_optimizer(self, optimizer: Any) -> Callable[[], Any]:
         """A function that returns the state for a rank of another plan, once its optimizer has been restored.

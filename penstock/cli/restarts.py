@@ -135,7 +135,7 @@ def _first_plan(checkpoints: list[Path]) -> SavedPlan | None:
                 files = [name for name in reader.manifest.files if name.startswith((PLAN, f"{RUN}."))]
                 check_digests(directory, reader.manifest, files)
                 extra = reader.run.get("extra")
-                plan = from_json(reader.text(PLAN).decode(), Plan)
+                plan = from_json(reader.content(PLAN).decode(), Plan)
         except VanishedError:
             raise
         except PenstockError:

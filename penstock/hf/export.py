@@ -20,13 +20,14 @@ def export(checkpoint: CheckpointReader, out: Path, config: Path | None = None) 
     values = _read_config(checkpoint, config)
     checkpoint.verify()
     model = _meta_model(values)
-    names = ModelNames(frozenset(model.state_dict()), checkpoint.manifest.tied, ignored=(LOSS_STATE,))
-    sources = match_names(checkpoint.tensors.names, names)
-    with torch.device("meta"):
-        # Tensors of the shapes and dtypes in the checkpoint, into whose place those of the files are put.
-        records = {name: checkpoint.manifest.tensors[names[0]] for name, names in sources.items()}
-        empty = {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}
-        state, _ = checkpoint.tensors.read(sources, empty)
+    model_names = ModelNames(frozenset(model.state_dict()), checkpoint.manifest.tied, ignored=(LOSS_STATE,))
+    sources = match_names(checkpoint.tensors.names, model_names)
+    records = {name: checkpoint.manifest.tensors[names[0]] for name, names in sources.items()}
+    # `read` compares the files with these, in which the dtypes are those of the checkpoint, not of the new model.
+    wanted = {
+        name: torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta") for name, record in records.items()
+    }
+    state, _ = checkpoint.tensors.read(sources, wanted)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(out)
@@ -39,7 +40,7 @@ def _read_config(checkpoint: CheckpointReader, config: Path | None) -> dict[str,
         raise CheckpointError("the checkpoint has no configuration of a transformers model", hint=_CONFIG_HINT)
     file = None if config is None else config / CONFIG if config.is_dir() else config
     try:
-        values = json.loads(checkpoint.text(CONFIG) if file is None else file.read_text(encoding="utf-8"))
+        values = json.loads(checkpoint.content(CONFIG) if file is None else file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError("cannot read the configuration", file=file, reason=error, hint=_CONFIG_HINT) from None
     if not isinstance(values, dict) or "model_type" not in values:

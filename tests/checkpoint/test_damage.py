@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
 from penstock.checkpoint import manifest as manifest_module
 from penstock.checkpoint import read_manifest, verify_checkpoints
-from penstock.checkpoint.manifest import NAME, Manifest, signed_document
+from penstock.checkpoint.manifest import NAME, Manifest, document_with_digest
 from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning
 from penstock.runtime.tensor_json import json_bytes, parse_json
@@ -183,7 +183,7 @@ def test_a_manifest_that_is_too_large_or_has_a_long_file_name_counts_as_damage(
     newest = tmp_path / "new" / "step-000002"
     manifest = parse_json((newest / NAME).read_bytes(), NAME)["manifest"]
     record = {"bytes": 1, "sha256": "0" * 64, "rank": 0}
-    (newest / NAME).write_bytes(signed_document(manifest | {"files": manifest["files"] | {"a" * 300: record}}))
+    (newest / NAME).write_bytes(document_with_digest(manifest | {"files": manifest["files"] | {"a" * 300: record}}))
     assert training.pipe.load(tmp_path / "new").step == 1
     (newest / NAME).write_bytes(b'{"penstock_checkpoint": 1, "manifest": [' + b"[]," * 6_000_000 + b"[]]}")
     is_parsed = mock.patch.object(manifest_module, "parse_json", side_effect=AssertionError("parsed"))
@@ -196,7 +196,7 @@ def rewritten(directory: Path, name: str, content: bytes, **values: object) -> N
     manifest = parse_json((directory / NAME).read_bytes(), NAME)["manifest"]
     (directory / name).write_bytes(content)
     manifest["files"][name] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (directory / NAME).write_bytes(signed_document({**manifest, **values}))
+    (directory / NAME).write_bytes(document_with_digest({**manifest, **values}))
 
 
 WRONG: list[dict[str, object]] = [

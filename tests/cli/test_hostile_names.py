@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.checkpoint.manifest import signed_document
+from penstock.checkpoint.manifest import document_with_digest
 from penstock.cli import app
 
 # Title, screen, hyperlink, C1 control sequence, carriage return, bell, backspace, and changes of direction.
@@ -104,7 +104,7 @@ def test_checkpoints_are_printed_harmlessly(screen: str, directory: Path) -> Non
     ]
     try:
         for change in changes:
-            path.write_bytes(signed_document(manifest | change))
+            path.write_bytes(document_with_digest(manifest | change))
             for verb in ("ls", "verify", "show"):
                 result = CliRunner().invoke(app, ["ckpt", verb, "saved"], color=True)
                 assert [text for text in (*HOSTILE, "\x1b]", "\x07") if text in result.output] == [], (change, verb)
