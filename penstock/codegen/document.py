@@ -24,23 +24,25 @@ from penstock.stages import Ownership, check_guards
 def write_stages(captured: Captured, partition: Partition, placement: Placement, path: str | Path) -> Path:
     """Write the stages of a captured model as a Python file that can be read, imported and run by hand.
 
-    Large constant tensors go to a safetensors file beside it. Nothing is written if that fails.
+    Large constant tensors go to a safetensors file beside it.
 
     Raises:
-        CodeError: the model uses an object that has no importable name.
+        CodeError: if the model uses an object that has no importable name; nothing is written then
     """
     path = Path(path)
-    beside = path.with_name(f"{path.stem}_constants.safetensors")
-    text, constants = stage_document(captured, partition, placement, beside)
+    constants_path = path.with_name(f"{path.stem}_constants.safetensors")
+    text, constants = stage_document(captured, partition, placement, constants_path)
     if constants:
         # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
-        write_atomic(beside, constants)
+        write_atomic(constants_path, constants)
     write_atomic(path, text)
     return path
 
 
-def stage_document(captured: Captured, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
-    """The text of the file of stages, and the bytes of the file of constants (`beside`), empty without constants."""
+def stage_document(
+    captured: Captured, partition: Partition, placement: Placement, constants_path: Path
+) -> tuple[str, bytes]:
+    """The text of the file of stages, and the bytes of the file at `constants_path`, empty without constants."""
     # The model may be in another mode (training or evaluation) than when the example was recorded first.
     recording = captured.recording(*captured.example)
     graph = recording.graph
@@ -55,24 +57,24 @@ def stage_document(captured: Captured, partition: Partition, placement: Placemen
     # Imports and constants are known only after all code has been written.
     classes = [stage.lines() for stage in stages]
     run = _run_lines(captured, stages, Expressions(recording, variables, (), imports, tensors))
-    reading = tensors.statement(beside)
+    load_constants = tensors.statement(constants_path)
     settings = [
         f"PLACEMENT = {placement.ranks!r}  # the rank of each stage",
         *statement_lines(f"TIED = {graph.tied!r}"),
         *statement_lines(f"STAGES = {tuple_of(stage.name for stage in stages)}"),
     ]
     written = "\n".join(line for lines in (*classes, run) for line in lines)
-    needed = tuple(thing for thing in (support.with_attributes, support.with_arguments) if thing.__name__ in written)
-    needed += (support.constants,) if reading else ()
-    things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default, *needed]
-    blocks = [inspect.getsource(thing).rstrip().splitlines() for thing in things]
-    blocks += [statement_lines(reading)] if reading else []
+    definitions: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default]
+    definitions += [each for each in (support.with_attributes, support.with_arguments) if each.__name__ in written]
+    definitions += [support.constants] if load_constants else []
+    blocks = [inspect.getsource(definition).rstrip().splitlines() for definition in definitions]
+    blocks += [statement_lines(load_constants)] if load_constants else []
     body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
     others = ["from torch import Tensor, nn", *imports.lines]
     others += ["from torch.nn import functional"] if "functional." in body else []
-    others += ["from safetensors.torch import load"] if reading else []
+    others += ["from safetensors.torch import load"] if load_constants else []
     import_lines = [
-        *(["import hashlib", "import inspect", "from pathlib import Path"] if reading else ["import inspect"]),
+        *(["import hashlib", "import inspect", "from pathlib import Path"] if load_constants else ["import inspect"]),
         "from typing import Any, ClassVar",
         "",
         "import torch",
@@ -216,7 +218,7 @@ def _run_lines(captured: Captured, stages: Sequence[StageClass], expressions: Ex
 
 
 def _unpack_argument(code: str, name: str, value: Any, needed: set[str], expressions: Expressions) -> Iterator[str]:
-    """Binds the tensors of an argument to their variables; everything else must equal the recorded argument."""
+    """Assign the tensors of an argument to their variables; everything else must equal the recorded argument."""
     if isinstance(value, Tensor):
         if name in needed:
             yield f"{expressions.variable(name)} = {code}"

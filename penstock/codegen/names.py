@@ -57,7 +57,7 @@ def is_plain_path(path: str) -> bool:
 
 
 class Names:
-    """Hands out unique variable names."""
+    """Makes unique variable names."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -112,7 +112,7 @@ class Imports:
         self._known: dict[tuple[str, str], str] = {}
 
     def path(self, thing: Any) -> str | None:
-        """The dotted name of a function or class; None if no name leads to this very object."""
+        """The dotted name of a function or class; None if no name refers to this object."""
         if (applied := applied_function(thing)) is not None:
             owner = self._imported(applied.__module__, applied.__qualname__, applied)
             return f"{owner}.apply" if owner else None
