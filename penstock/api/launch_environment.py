@@ -117,7 +117,7 @@ def _local_rank(environment: Mapping[str, str], local: int | None, world: int | 
         if not num_devices:
             return finding
         hint = "torchrun, or export LOCAL_RANK (under srun: $SLURM_LOCALID)"
-        return finding._replace(warning="nothing says which GPU this rank uses", hint=hint)
+        return finding._replace(warning="no variable selects the GPU of this rank", hint=hint)
     if local is None or (world is not None and local >= world):
         warning = "LOCAL_RANK must be a whole number from 0 to LOCAL_WORLD_SIZE - 1"
         return finding._replace(warning=warning, hint=_TORCHRUN, is_fatal=True)

@@ -99,7 +99,7 @@ def shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
 
 
 class _Round(NamedTuple):
-    """What one rank measured at one time, so that other load disturbs all of it alike."""
+    """Measurements of one rank at about the same time, so that other load affects all of them equally."""
 
     seconds: float
     """of a step without a trace"""
@@ -188,7 +188,7 @@ def _run_rounds(plan: Plan) -> tuple[list[_Round], tuple[MessageCpu, ...]]:
         pipe.step(batch, target=batch)
     end = time.perf_counter() + _STEPS_SECONDS
     for number in range(_MAX_STEPS):
-        # Both ranks begin at the same time, and end if the time of one of them is up.
+        # Both ranks begin a round at the same time, and stop once `end` has passed on either of them.
         is_over = torch.tensor([number >= _MIN_STEPS and time.perf_counter() > end], dtype=torch.int32)
         dist.all_reduce(is_over)
         if is_over:

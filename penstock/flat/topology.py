@@ -95,7 +95,7 @@ def _dimension(entry: Sequence[object]) -> tuple[str, int]:
 
 
 class FlatPipeline:
-    """The pipeline of this process. Each call of forward_backward is numbered, alike on all of its ranks."""
+    """The pipeline of this process. Calls of forward_backward have the same number on all of its ranks."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         assert groups.monitor is not None

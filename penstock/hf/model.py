@@ -100,7 +100,7 @@ class PipelineModel(nn.Module):
             with self.autocast():
                 forward_pass.backward({name: leaf.grad for name, leaf in leaves if leaf.grad is not None})
 
-    def forget(self) -> None:
+    def drop_calls(self) -> None:
         """Drop the calls of a step that failed."""
         self._calls.clear()
 

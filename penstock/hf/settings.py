@@ -121,7 +121,7 @@ def check_plan_choices(plan: Plan | None, microbatches: object, schedule: object
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuse to skip non-finite steps: Trainer would call the optimizer all the same."""
+    """Refuse to skip non-finite steps: Trainer would still call the optimizer."""
     if options.nonfinite == "skip":
         raise RunError(
             'PipelineTrainer cannot skip a step: nonfinite="skip"', hint='nonfinite="raise", or "ignore" to continue'

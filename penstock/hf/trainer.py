@@ -286,7 +286,7 @@ class PipelineMixin:
 
     def _step_of_own_loss(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Compute the loss from the outputs of the whole batch, on every rank, and run backward from these."""
-        self._pipeline_model.forget()
+        self._pipeline_model.drop_calls()
         with self.compute_loss_context_manager():
             loss = self.compute_loss(self._pipeline_model, inputs, num_items_in_batch=num_items_in_batch)
         if not self._is_divided(num_items_in_batch):

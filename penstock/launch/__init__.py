@@ -2,7 +2,7 @@
 
 launcher.py         `launch`: starts one process per rank and collects their results
 worker.py           the process of one rank
-serialization.py    values that travel between the two
+serialization.py    values sent between the two
 scratch.py          temporary directories, removed even if their owner is killed
 devices.py          the device of each rank, and the mesh of all of them
 process_state.py    whether a process is running, stopped or gone; children that die with their parent

@@ -15,7 +15,7 @@ from penstock.errors import RunError
 from penstock.launch.process_state import GONE, parent_of, process_state, start_ticks
 
 VARIABLE = "PENSTOCK_PARENT"
-"""environment variable: 1 watches the parent, whoever it is, such as a shell script; 0 watches nothing"""
+"""environment variable: 1 watches the parent process, such as a shell script; 0 watches nothing"""
 EXIT_CODE = 5
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _POLL_SECONDS = 0.2

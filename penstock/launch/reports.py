@@ -32,6 +32,7 @@ CAUSE, FOLLOWS, FINAL = "cause", "follows", "final"
 _LOCATION = ("step", "stage", "microbatch", "action")
 _CUT = "\n  [...]\n"
 _MAX_LINE = 500
+"""characters of a summary"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ErrorReport:
         text = json.dumps(asdict(self))
         if limit is None or len(text) <= limit:
             return text
-        short = replace(self, summary=self.summary[:500], text="", hint="", message=self.message[:2000])
+        short = replace(self, summary=self.summary[:_MAX_LINE], text="", hint="", message=self.message[:2000])
         room = max(0, limit - len(short.to_json()) - 100)
         # One character takes up to twelve bytes in JSON, so both halves shrink until they fit.
         half = room // 2
@@ -102,7 +103,7 @@ def text_of(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and first line of an error, at most 500 characters of it."""
+    """Type and first line of an error, of which at most `_MAX_LINE` characters."""
     lines = text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_MAX_LINE]}" if lines else type(error).__name__
 
@@ -110,7 +111,7 @@ def one_line(error: BaseException) -> str:
 def summary_of(text: str) -> str:
     """One line for the failure in a status file."""
     report = _parse(text)
-    return report.summary if report else (text.strip().splitlines() or ["unknown failure"])[0][:500]
+    return report.summary if report else (text.strip().splitlines() or ["unknown failure"])[0][:_MAX_LINE]
 
 
 def _parse(text: str) -> ErrorReport | None:

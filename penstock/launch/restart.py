@@ -21,7 +21,7 @@ class RestartPolicy:
 
 
 class RankFailure(NamedTuple):
-    """The failure of an attempt. The same failure twice in a row means that every further attempt would fail alike."""
+    """The failure of an attempt. The same failure twice in a row means that another attempt would fail as well."""
 
     rank: int | None
     step: str

@@ -86,7 +86,7 @@ def shared_status_directory() -> Path:
         try:
             directory.mkdir(mode=0o700)
         except OSError:
-            return directory  # made by rank 0, or by another rank of this host: whoever made it removes it
+            return directory  # rank 0 or another rank of this host has made it, and removes it
     remove_at_exit(directory)
     return directory
 

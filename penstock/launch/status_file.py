@@ -316,7 +316,7 @@ class StatusReader:
         return _failure(self._content)
 
     def has_changed(self) -> bool:
-        """Whether the rank has recorded anything since the last call: a sign of life that costs no system call."""
+        """Whether the rank has recorded anything since the last call, and so was alive; costs no system call."""
         before, self._last_entries = self._last_entries, self._content[_RING:_TEXT]
         return self._last_entries != before
 

@@ -1,4 +1,4 @@
-"""Weights among the microbatches of all replicas, of which each knows only its own batch.
+"""Weights among the microbatches of all replicas, of which each has only its own batch.
 
 Replicas can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
 """
