@@ -24,7 +24,7 @@ def errors_on_all_ranks(sync: RankSync, request: SyncRequest) -> Iterator[None]:
 
 def run_on_first_rank(groups: ProcessGroups, work: Callable[[], str], request: SyncRequest) -> str:
     """Run `work` on the first rank of the first pipeline; its result, or its error, reaches every rank."""
-    if groups.rank or groups.pipeline:
+    if not groups.is_first:
         # Wait for the broadcast below.
         message: dict[str, object] = {}
         if groups.monitor is not None:

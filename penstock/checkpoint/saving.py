@@ -126,7 +126,7 @@ class Saver:
             if not options.asynchronous and self._groups.monitor is not None:
                 # A rank that dies while the others wait for its files is reported as in any other sync.
                 self._groups.monitor.syncing(request.name, request.step)
-            if self._groups.rank or self._groups.pipeline:
+            if not self._groups.is_first:
                 writer.wait()
                 return None
             try:

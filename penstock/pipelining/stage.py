@@ -77,7 +77,6 @@ class PipelineStage:
             )
         self.dw_builder = dw_builder
         self.input_args, self.output_args = _examples(input_args), _examples(output_args)
-        self.has_backward = False
         # A stage of `pipeline` checks its arguments, also if it is inside a wrapper.
         traced = (each.check_microbatch for each in submodule.modules() if hasattr(each, "check_microbatch"))
         self._check_traced: Callable[..., None] | None = next(traced, None)
