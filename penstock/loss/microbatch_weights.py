@@ -57,8 +57,8 @@ class LossWeights:
     One step, with the methods in the order of their calls:
 
         weigh                          once the first loss of the step is known
-          _confirm                     with a loss function: the cheap check of an ordinary step; if it fails:
-          _weigh                       finds the weights
+          _confirm                     with a loss function: the cheap check of an ordinary step
+          _find_weights                if it fails, and for a loss that the model returns
             _decision                  the known decision if it still holds, else a new one (`decide`)
             weights_among_replicas     if other replicas train on other batches
         warnings                       at the end of the step
@@ -142,7 +142,9 @@ class LossWeights:
             if inputs.columns is not None and reference.columns is not None:
                 output = repeat_positions(output, inputs.size, inputs.columns.length, reference.columns.length)
             try:
-                self._weigh(step, lambda microbatches: function.begin(microbatches, output, inputs.size), _FUNCTION)
+                self._find_weights(
+                    step, lambda microbatches: function.begin(microbatches, output, inputs.size), _FUNCTION
+                )
             finally:
                 function.end()
 
@@ -157,7 +159,7 @@ class LossWeights:
                 made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name, index))
                 return made[0]
 
-            self._weigh(step, make_loss, recording.structure_hash)
+            self._find_weights(step, make_loss, recording.structure_hash)
             mixed_inputs = made[0].mixed_inputs
             if mixed_inputs is not None:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.
@@ -189,11 +191,12 @@ class LossWeights:
         False if the step is not an ordinary one, or if the decision no longer holds.
         """
         known, number = self._decisions.find(_FUNCTION), self._num_steps + 1
-        if known is None or known.count is None or known.problem or known.is_provisional or not step.is_training:
+        if not step.is_training or _is_power_of_two(number) or known is None:
+            return False
+        if known.count is None or known.problem or known.is_provisional:
             return False
         assert self._function is not None
-        is_power_of_two = not number & (number - 1)
-        if is_power_of_two or len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
+        if len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
             return False
         pieces: list[Piece] = [({}, each.size) for each in step.microbatches]
         if known.alternatives or known.count.counts_entries:
@@ -259,7 +262,7 @@ class LossWeights:
         # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
         return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 
-    def _weigh(self, step: LossStep, make_loss: Callable[[Sequence[Microbatch]], ProbedLoss], key: str) -> None:
+    def _find_weights(self, step: LossStep, make_loss: Callable[[Sequence[Microbatch]], ProbedLoss], key: str) -> None:
         """Find the weights of a step. `make_loss` is given its microbatches, and `key` is that of the decision."""
         self._num_steps += step.is_training
         # With the columns of the longest microbatch all samples are complete, and can be joined.
@@ -309,7 +312,7 @@ class LossWeights:
         """
         known, number = self._decisions.find(key), self._num_steps
         has_new_labels = self._has_new_labels(key, pieces)
-        is_power_of_two = not number & (number - 1)
+        is_power_of_two = _is_power_of_two(number)
         if known is None or known.is_provisional or (known.problem and is_power_of_two):
             return decide(loss, pieces, number)
         if known.count is None:
@@ -338,3 +341,8 @@ class LossWeights:
                 self._ranges.put((key, name), now)
                 is_new |= now != before
         return is_new
+
+
+def _is_power_of_two(number: int) -> bool:
+    """Also for 0, the number of the steps before the first training step."""
+    return not number & (number - 1)
