@@ -266,7 +266,7 @@ class _StepRunner:
         samples, added_losses = sum(microbatch.size for microbatch in microbatches), AddedLosses(self.captured)
         pairs = self.captured.recordings([(part.args, part.kwargs) for part in microbatches], seed)
         recordings = [recording for recording, _ in pairs]
-        step = LossStep(microbatches, recordings, True)
+        step = LossStep(microbatches, recordings, is_training=True)
         with self._isolated():
             if perturbed is not None:
                 _change_last_bits(self._model, perturbed)

@@ -194,7 +194,8 @@ def check_launch(environment: Mapping[str, str], timeout: float) -> Iterator[Fin
     if absent:
         shown = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent[:_MAX_SHOWN]))}"
         warning = f"{shown}{', ...' if len(absent) > _MAX_SHOWN else ''} did not connect within {timeout:g} s"
-        yield Finding("ranks", f"{len(absent)} missing", warning, "the output of these ranks, on their hosts", True)
+        hint = "the output of these ranks, on their hosts"
+        yield Finding("ranks", f"{len(absent)} missing", warning, hint, is_fatal=True)
         return
     yield _messages(store, rank, world, seconds)
 

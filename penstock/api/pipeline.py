@@ -387,7 +387,8 @@ class Pipeline:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:
                 self._pull_back_engine = self._make_pull_back_engine()
-            self._pull_back_engine.train(Batch(args, kwargs, gradients), number, False, False)
+            batch = Batch(args, kwargs, gradients)
+            self._pull_back_engine.train(batch, number, keeps_outputs=False, is_timed=False)
             self._mark_model_outdated()
 
         return ForwardPass(result, sizes, run)

@@ -219,7 +219,7 @@ def plan(
         speed=speed,
         profile=profile,
         granularity=granularity,
-        # Profiles are cached: not less for a small budget than what small models need.
+        # Never less than small models need: profiles are cached, and used by later plans with a larger budget.
         measure_seconds=min(max(_MEASURE_SHARE * options.budget_seconds, _MIN_MEASURE_SECONDS), BUDGET_SECONDS),
         is_whole=devices is None and (given.num_microbatches if given else options.microbatches) == 1,
     )
@@ -369,8 +369,8 @@ def _plan_devices(
         for value in measured[samples_each[0]].graph.parameters:
             dtypes[value.spec.dtype] += value.spec.bytes
         peak = preset.peak_flops(dtypes.most_common(1)[0][0] if dtypes else "float32")
-        links = find_link(preset.within), find_link(preset.across)
-        pool = DevicePool(count, pool.memory, *links, _PER_NODE, peak)
+        within, across = find_link(preset.within), find_link(preset.across)
+        pool = DevicePool(count, pool.memory, within, across, per_node=_PER_NODE, peak_flops=peak)
     budget = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
     budget = max(budget, _MIN_DEVICES_SHARE * options.budget_seconds)
     options = replace(options, budget_seconds=budget)

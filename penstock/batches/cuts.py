@@ -324,7 +324,7 @@ def _ragged_cut(
             sizes=rule.sizes,
             sum=ends[-1],
         )
-    return Cut(dim, 1, tuple(ends[start] for start in starts), rule.sizes)
+    return Cut(dim, offsets=tuple(ends[start] for start in starts), sizes=rule.sizes)
 
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:

@@ -109,7 +109,7 @@ def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = 
         inputs: as in `forward_backward`
         dtype: as in `forward_backward`
     """
-    return forward_backward(None, fwd_fn, None, inputs, 1, True, dtype=dtype)
+    return forward_backward(None, fwd_fn, None, inputs, forward_only=True, dtype=dtype)
 
 
 @lru_cache(maxsize=64)

@@ -163,7 +163,9 @@ class Topology:
         if PIPE in grid.names:
             host = self._groups[PIPE] if is_gloo else _new_group(grid.groups(PIPE), rank, "gloo")
             replicas = self._groups[DATA] if DATA in grid.names and self.get_group_size(DATA) > 1 else None
-            groups = ProcessGroups(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, monitor)
+            groups = ProcessGroups(
+                pipe.index(rank), len(pipe), self._groups[PIPE], control=host, replicas=replicas, monitor=monitor
+            )
             self._pipeline = FlatPipeline(groups)
         monitor.idle()
 

@@ -41,13 +41,13 @@ class RankFailure(NamedTuple):
         signal = str(values.get("signal", ""))
         rank = values.get("rank")
         return cls(
-            rank if isinstance(rank, int) else None,
-            str(values.get("step", "")),
-            str(values.get("action", "")),
-            error.rank_summary or f"{error.problem} {signal}".strip(),
-            "signal" in values or "exit_code" in values,
-            signal in _STOP_SIGNALS,
-            error.is_final,
+            rank=rank if isinstance(rank, int) else None,
+            step=str(values.get("step", "")),
+            action=str(values.get("action", "")),
+            summary=error.rank_summary or f"{error.problem} {signal}".strip(),
+            is_sudden="signal" in values or "exit_code" in values,
+            is_requested=signal in _STOP_SIGNALS,
+            is_final=error.is_final,
         )
 
     def repeats(self, last: "RankFailure | None") -> bool:

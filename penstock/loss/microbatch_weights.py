@@ -116,8 +116,9 @@ class LossWeights:
     def by_name(self, name: str) -> "LossWeights":
         """The weights of one of several losses: each may be averaged over something else."""
         if name not in self._by_name:
-            arguments = (self._captured, self.replicas, self._loss_fn, self._reduction, self._remote)
-            self._by_name[name] = LossWeights(*arguments, name)
+            self._by_name[name] = LossWeights(
+                self._captured, self.replicas, self._loss_fn, self._reduction, self._remote, name
+            )
         return self._by_name[name]
 
     def loss_values(self, recording: Recording) -> dict[str, str]:
