@@ -265,7 +265,7 @@ class AutoPipeline:
     @property
     def parts(self) -> list[nn.Module]:
         """This rank's stages, with the module names of the model."""
-        _ = self._schedule
+        _ = self._schedule  # raises an error before `build`
         return self.info.model_parts or []
 
     @property
@@ -307,7 +307,7 @@ class AutoPipeline:
         limit = as_int(max_modules_per_stage)
         if limit is None or limit < 0:
             raise PlanError("max_modules_per_stage must be a whole number, 0 or more", got=repr(max_modules_per_stage))
-        _ = self._schedule
+        _ = self._schedule  # raises an error before `build`
         lines = []
         for stage in self.info.stages or ():
             marks = [word for word, holds in (("first", stage.is_first), ("last", stage.is_last)) if holds]

@@ -174,7 +174,7 @@ def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[
 
 
 def longest(microbatches: Sequence[Microbatch]) -> int:
-    """The microbatch with the most columns: with those every sample of the batch is complete."""
+    """The index of the microbatch with the most columns: with those every sample of the batch is complete."""
     widths = [0 if each.columns is None else each.columns.stop - each.columns.start for each in microbatches]
     return widths.index(max(widths))
 

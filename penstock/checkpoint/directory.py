@@ -106,7 +106,7 @@ class CheckpointDir:
         temporary.rename(final)
         sync_directory(self.root)
         if os.path.lexists(older):
-            _discard(older, renamed=True)
+            _discard(older, even_if_used=True)
         return final
 
     def prune(self, keep: int, newest: Path) -> list[str]:
@@ -156,17 +156,17 @@ def _exclusive(path: Path) -> Iterator[DirectoryLock | None]:
             lock.release()
 
 
-def _discard(path: Path, renamed: bool = False) -> bool:
+def _discard(path: Path, even_if_used: bool = False) -> bool:
     """Remove a checkpoint; False if a process uses it, and nothing is removed.
 
-    It is renamed first, so that it does not look like a checkpoint when it is half removed. With `renamed`, one that a
-    process uses is renamed too; `clean_up` removes it later.
+    It is renamed first, so that it does not look like a checkpoint when it is half removed. With `even_if_used`, one
+    that a process uses is renamed too; `clean_up` removes it later.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
         return True
     with _exclusive(path) as lock:
-        if lock is None and not renamed:
+        if lock is None and not even_if_used:
             return False
         # A random suffix: an earlier one of this name may still be there, because a process reads it.
         discarded = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{secrets.token_hex(4)}")

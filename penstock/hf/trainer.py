@@ -160,7 +160,7 @@ class PipelineMixin:
         return lambda: _example_batch(get_loader(), batch_size // self._replicas)
 
     def _plan(self, get_batch: Callable[[], dict[str, Any]]) -> Plan:
-        """Search for a plan with an example batch."""
+        """Search for a plan with the batch that `get_batch` returns; the random state of the training is preserved."""
         with _preserve_random_state():
             batch = get_batch()
             inputs = self._prepare_inputs(batch)
@@ -228,7 +228,7 @@ class PipelineMixin:
         self._pipelined(model, inputs).train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        inputs, num_items_in_batch = self._own_share(self._prepare_inputs(inputs), num_items_in_batch)
+        inputs, num_items_in_batch = self._own_samples_and_tokens(self._prepare_inputs(inputs), num_items_in_batch)
         try:
             return self._step(inputs, num_items_in_batch)
         except RunError as error:
@@ -254,7 +254,7 @@ class PipelineMixin:
             shares = list(splitter.split(batch, self._replicas))
         return inputs if len(shares) < self._replicas else shares[self._mesh.get_local_rank(REPLICAS)].kwargs
 
-    def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
+    def _own_samples_and_tokens(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
         """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""
         own = self._own_samples(inputs)
         if own is inputs or num_items_in_batch is None or not self.args.average_tokens_across_devices:
