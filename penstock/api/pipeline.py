@@ -184,7 +184,7 @@ class Pipeline:
         self._sync.close()
 
     def _make_engine(self) -> Engine:
-        """The engine for the present plan."""
+        """The engine for the current plan."""
         part, options, split = self._part, self._options, self._split
         if self._staleness is None or self.optimizer is None:
             return Engine(part, self.plan, self._sync, self._loss_head, options, self._inputs, split)

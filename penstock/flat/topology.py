@@ -103,7 +103,7 @@ class FlatPipeline:
         self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks)
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
-        """DDP modules that computed gradients in the present call; None between calls"""
+        """DDP modules that computed gradients in the current call; None between calls"""
 
     @property
     def is_first(self) -> bool:

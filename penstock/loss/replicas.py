@@ -106,8 +106,8 @@ def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
 def _agreed_weights(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[float, ...] | None:
     """The weights from a count that fits the batches of all replicas; None if no count fits.
 
-    On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
-    may have decided for another one than the others, which have batches in which they differ.
+    Counts may be equal on the batch of one replica and differ on those of others: without padding, the number of labels
+    is in proportion to that of samples. Such a replica may have decided for another count than the others.
     """
     counts = [] if decision.problem else [count for count in decision.counts if not count.is_sum]
     fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)

@@ -97,7 +97,7 @@ def with_custom_functions(
 ) -> RankProgram:
     """The program with custom functions in place of the actions of some types.
 
-    `context()` returns the context of the present step; compiled programs are kept for later steps.
+    `context()` returns the context of the current step; compiled programs are kept for later steps.
     """
     actions = []
     for compiled in program.actions:

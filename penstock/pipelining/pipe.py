@@ -191,7 +191,7 @@ class TracedStage(Stage):
         return sent[0] if len(sent) == 1 else sent
 
     def _example_recording(self) -> Recording:
-        """The recording of the example for the present mode (train or eval), made in the first forward of a mode."""
+        """The recording of the example for the current mode (train or eval), made in the first forward of a mode."""
         mode = self.training
         if mode not in self._recordings:
             captured = self._partitioned.captured

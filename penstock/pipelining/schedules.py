@@ -53,7 +53,7 @@ _FORMATS = ("compute_only", "compute_comms")
 
 @dataclass
 class _Step:
-    """The microbatches of the present step on this rank, and its outputs."""
+    """The microbatches of the current step on this rank, and its outputs."""
 
     is_training: bool
     keeps_outputs: bool
@@ -329,7 +329,7 @@ class _PipelineSchedule:
         return float(zlib.crc32(repr(entries).encode()))
 
     def _context(self) -> _PipelineContext:
-        """The context of custom functions in the present step."""
+        """The context of custom functions in the current step."""
         step = self._step
         assert step is not None
         targets = None if step.targets is None else [microbatch.target for microbatch in step.targets]
@@ -418,7 +418,7 @@ class _PipelineSchedule:
 
 
 class _ScheduleStage(UserStage):
-    """Runs a PipelineStage on the microbatches of the schedule's present step."""
+    """Runs a PipelineStage on the microbatches of the schedule's current step."""
 
     def __init__(self, stage: PipelineStage, schedule: _PipelineSchedule) -> None:
         self._stage, self._schedule = stage, schedule
