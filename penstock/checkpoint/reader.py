@@ -16,6 +16,7 @@ from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
+from penstock.checkpoint.sources import DOWNLOAD_AGAIN
 from penstock.checkpoint.tensor_file import DTYPES, TensorFile, read_bytes
 from penstock.errors import CheckpointError, DamagedError, PenstockError
 from penstock.runtime import FindTensor, decode_tree, parse_json
@@ -23,7 +24,6 @@ from penstock.runtime import FindTensor, decode_tree, parse_json
 RUN, PLAN, CONFIG = "run", "plan.json", "config.json"
 """the document of scaler, position and extra; the plan; the configuration of a transformers model"""
 _WRONG_TYPES = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
-_AGAIN = "download or save the directory again"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _open(file: Path, stack: ExitStack) -> TensorFile:
     try:
         return TensorFile(stack.enter_context(safe_open(file, framework="pt")))
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError) as error:
-        raise DamagedError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
+        raise DamagedError("not a safetensors file", file=file, error=error, hint=DOWNLOAD_AGAIN) from None
 
 
 def _check_shapes(
@@ -121,7 +121,9 @@ def _check_shapes(
             elif DTYPES.get(dtype) is not tensor.dtype:
                 dtypes.append(f"{name} {dtype}, the model {dtype_name(tensor.dtype)}")
     if missing:
-        raise DamagedError("a file lacks tensors that the index lists for it", names=shorten(missing), hint=_AGAIN)
+        raise DamagedError(
+            "a file lacks tensors that the index lists for it", names=shorten(missing), hint=DOWNLOAD_AGAIN
+        )
     if shapes:
         hint = "a model of the configuration in that directory"
         raise CheckpointError("the shapes of tensors differ from the model's", names=shorten(shapes), hint=hint)

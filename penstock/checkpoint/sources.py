@@ -10,7 +10,8 @@ from penstock.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_AGAIN = "download or save the directory again"
+DOWNLOAD_AGAIN = "download or save the directory again"
+"""hint for damaged files of a directory"""
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_config.json")
 
@@ -52,19 +53,21 @@ def hugging_face_files(directory: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as opened:
                 return dict.fromkeys(opened.keys(), file)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
+            raise CheckpointError("not a safetensors file", file=file, error=error, hint=DOWNLOAD_AGAIN) from None
     index = directory / INDEX
     try:
         document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError("the index cannot be read", file=index, error=error, hint=_AGAIN) from None
+        raise CheckpointError("the index cannot be read", file=index, error=error, hint=DOWNLOAD_AGAIN) from None
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("the index must have a weight_map of files by name", file=index, hint=_AGAIN)
+        raise CheckpointError("the index must have a weight_map of files by name", file=index, hint=DOWNLOAD_AGAIN)
     files = {name: directory / _file_name(file, index) for name, file in weight_map.items()}
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
-        raise CheckpointError("files of the checkpoint are missing", path=directory, missing=missing, hint=_AGAIN)
+        raise CheckpointError(
+            "files of the checkpoint are missing", path=directory, missing=missing, hint=DOWNLOAD_AGAIN
+        )
     return files
 
 
