@@ -87,9 +87,7 @@ def print_files(calls: Counter[CodeType], directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.walk", description="Count the functions of a step."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.walk", description="Count the functions of a step.")
     parser.add_argument("--list", action="store_true", help="list the files with their functions")
     options = parser.parse_args()
     torch.set_num_threads(1)
