@@ -20,7 +20,7 @@ from tests.small_models import WIDTH, chain, noise
 
 ROWS = 10
 RANKS = (1, 2, 3, 4)
-DEPTHS = {name: scheduler.choices or (1, 2, 3) for name, scheduler in SCHEDULES.items()}
+DEPTHS = {name: scheduler.allowed_stages_per_rank or (1, 2, 3) for name, scheduler in SCHEDULES.items()}
 SIZES = [(name, ranks, depth) for name in SCHEDULES for ranks in RANKS for depth in DEPTHS[name]]
 BATCHES = tuple((noise(ROWS, WIDTH, seed=2 * step), noise(ROWS, WIDTH, seed=2 * step + 1)) for step in range(3))
 
