@@ -192,7 +192,8 @@ class LossWeights:
         False if the step is not an ordinary one, or if the decision no longer holds.
         """
         known, number = self._decisions.find(_FUNCTION), self._num_steps + 1
-        if not step.is_training or _is_power_of_two(number) or known is None:
+        is_power_of_two = not number & (number - 1)
+        if not step.is_training or is_power_of_two or known is None:
             return False
         if known.count is None or known.problem or known.is_provisional:
             return False
@@ -313,7 +314,7 @@ class LossWeights:
         """
         known, number = self._decisions.find(key), self._num_steps
         has_new_labels = self._has_new_labels(key, pieces)
-        is_power_of_two = _is_power_of_two(number)
+        is_power_of_two = not number & (number - 1)
         if known is None or known.is_provisional or (known.problem and is_power_of_two):
             return decide(loss, pieces, number)
         if known.count is None:
@@ -342,8 +343,3 @@ class LossWeights:
                 self._ranges.put((key, name), now)
                 is_new |= now != before
         return is_new
-
-
-def _is_power_of_two(number: int) -> bool:
-    """Also for 0, the number of the steps before the first training step."""
-    return not number & (number - 1)
