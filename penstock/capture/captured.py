@@ -85,7 +85,7 @@ class Captured:
         self._volatile: frozenset[str] = frozenset()
         """settings that the forward itself changes"""
         self._example_recording: Recording | None = None
-        """of the first batch, if there is no example"""
+        """without an example, that of the first batch"""
         self.seed = 0
         """of the example's random numbers"""
         self._planned_graph: Graph | None = None
@@ -106,7 +106,7 @@ class Captured:
 
     @property
     def example_recording(self) -> Recording:
-        """The recording of the example batch, or of the first batch if there is no example."""
+        """The recording of the example batch; without an example, that of the first batch."""
         assert self._example_recording is not None
         return self._example_recording
 

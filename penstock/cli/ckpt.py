@@ -102,15 +102,19 @@ def _contents(directory: Path) -> dict[str, Any]:
     with CheckpointReader(directory) as checkpoint, checkpoint.documents():
         manifest = checkpoint.manifest
         # Shown in another form: the bytes of all files together, and tensors and tied names at the end.
-        others = asdict(replace(manifest, files={}, tensors={}, tied=()))
-        del others["files"], others["tensors"], others["tied"]
+        described = asdict(replace(manifest, files={}, tensors={}, tied=()))
+        del described["files"], described["tensors"], described["tied"]
         schedulers = checkpoint.stems("scheduler")
         return {
             "checkpoint": str(checkpoint.directory),
-            **{name: others.pop(name) for name in ("step", "written")},
+            "step": manifest.step,
+            "written": manifest.written,
             "bytes": manifest.total_bytes,
-            **{name: others.pop(name) for name in ("plan", "versions", "model")},
-            **others,
+            "plan": described["plan"],
+            "versions": manifest.versions,
+            "model": manifest.model,
+            # Other fields of the manifest; those above keep their places.
+            **described,
             "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
             "scheduler": checkpoint.json_object(schedulers[0]) if schedulers else None,
             **{name: value for name, value in checkpoint.json_object(RUN).items() if value is not None},

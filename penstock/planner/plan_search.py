@@ -94,7 +94,7 @@ class _Search:
             self._on_progress(round(1000 * (whole - self._seconds_left)), round(1000 * whole))
 
     def _should_skip(self, bound: float) -> bool:
-        """Whether a layout with that bound cannot become the best, or there is no time left to try it."""
+        """Whether a layout with this lower bound cannot become the best plan, or the budget is used up."""
         return bool(self._fitting) and (not self._seconds_left or bound >= self._winner.plan.predicted.makespan)
 
     def _try_table(self, layout: StageLayout) -> None:
