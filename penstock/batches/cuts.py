@@ -22,9 +22,9 @@ from penstock.ir import (
     Ragged,
     Rows,
     SplitRule,
+    flatten_one_level,
     is_split_rule,
     named_leaves,
-    take_apart,
 )
 
 Split = Mapping[str, SplitRule]
@@ -68,7 +68,7 @@ class Argument(NamedTuple):
 
     def items(self) -> list["Argument"]:
         """The items of a container."""
-        parts = take_apart(self.value)
+        parts = flatten_one_level(self.value)
         if parts is None:
             return []
         return [Argument(f"{self.name}.{key}", item) for key, item in zip(parts.keys, parts.items, strict=True)]
@@ -205,7 +205,7 @@ def _is_per_sample(argument: Argument, num_samples: int, is_unsplit: bool) -> bo
     tensors = tensors_in(argument.value)
     is_batched = [leaf.dim() > 0 and leaf.shape[0] == num_samples for leaf in tensors]
     # Records are dicts, dataclasses and named tuples.
-    kinds = [parts and parts.kind for parts in map(take_apart, argument.value)]
+    kinds = [parts and parts.kind for parts in map(flatten_one_level, argument.value)]
     has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
     if not tensors or (all(is_batched) and not has_records):
         # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.batches.cuts import TARGET, Argument, Cut, Split, batch_size, check_split_of_step, find_cuts, has_rule
 from penstock.capture import PLAIN_TYPES, LruCache, register_containers
 from penstock.errors import CaptureError, RunError
-from penstock.ir import named_arguments, named_inputs, put_together, signature_of, take_apart
+from penstock.ir import flatten_one_level, named_arguments, named_inputs, signature_of, unflatten_one_level
 
 _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"
 """how the error of torch's batch norm begins"""
@@ -67,15 +67,15 @@ class Microbatch(NamedTuple):
         def pieces(value: Any, name: str) -> Sequence[Any]:
             cut = self.cuts.get(name)
             if cut is None:
-                taken = take_apart(value)
+                taken = flatten_one_level(value)
                 if taken is None:
                     return [value] * len(sizes)
                 columns = [pieces(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
                 rows = [[column[index] for column in columns] for index in range(len(sizes))]
-                return [put_together(taken.kind, taken.keys, row) for row in rows]
+                return [unflatten_one_level(taken.kind, taken.keys, row) for row in rows]
             if cut.dim is None:
                 slices = [value[start:end] for start, end in pairwise(starts)]
-                return [put_together(type(value), range(len(each)), each) for each in slices]
+                return [unflatten_one_level(type(value), range(len(each)), each) for each in slices]
             lengths = [cut.rows * size for size in sizes]
             if cut.offsets:
                 lengths = [cut.offsets[end] - cut.offsets[start] for start, end in pairwise(starts)]
@@ -248,9 +248,9 @@ def _structure(value: Any) -> Any:
     if isinstance(value, Tensor):
         # A nested tensor has no shape; `batch_size` refuses it.
         return Tensor if value.is_nested else value.shape
-    parts = take_apart(value)
+    parts = flatten_one_level(value)
     if parts is None and type(value) not in PLAIN_TYPES and register_containers(value):
-        parts = take_apart(value)
+        parts = flatten_one_level(value)
     if parts is None:
         return type(value)
     return parts.kind, parts.keys, tuple([_structure(item) for item in parts.items])
@@ -271,14 +271,14 @@ def _map_cuts(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[
     """A value with everything in it that is split replaced by what `choose` returns for it."""
     cut = cuts.get(name)
     if cut is None:
-        parts = take_apart(value)
+        parts = flatten_one_level(value)
         if parts is None:
             return value
         pairs = zip(parts.keys, parts.items, strict=True)
         items = [_map_cuts(item, f"{name}.{key}", cuts, choose, size) for key, item in pairs]
-        return put_together(parts.kind, parts.keys, items)
+        return unflatten_one_level(parts.kind, parts.keys, items)
     chosen = choose(value, name, cut)
-    return put_together(type(value), range(size), chosen) if cut.dim is None else chosen
+    return unflatten_one_level(type(value), range(size), chosen) if cut.dim is None else chosen
 
 
 def _sparse_parts(value: Tensor, name: str, lengths: Sequence[int], dim: int) -> Sequence[Tensor]:
@@ -300,16 +300,16 @@ def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:
     """The value of several microbatches together: whatever is split is concatenated."""
     cut, first = cuts.get(name), values[0]
     if cut is None:
-        parts = [take_apart(value) for value in values]
+        parts = [flatten_one_level(value) for value in values]
         if parts[0] is None:
             return first
         columns = zip(*(each.items for each in parts if each is not None), strict=True)
         items = [_joined(column, f"{name}.{key}", cuts) for key, column in zip(parts[0].keys, columns, strict=True)]
-        return put_together(parts[0].kind, parts[0].keys, items)
+        return unflatten_one_level(parts[0].kind, parts[0].keys, items)
     if cut.dim is not None:
         return torch.cat(list(values), cut.dim)
     entries = [entry for value in values for entry in value]
-    return put_together(type(first), range(len(entries)), entries)
+    return unflatten_one_level(type(first), range(len(entries)), entries)
 
 
 def explain_failure(

@@ -25,7 +25,7 @@ from penstock.capture.random_draws import ArrayOf, DrawnArray, DrawnNumber, Numb
 from penstock.capture.tensors import TORCH_CONSTANTS, device_of, same_content
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError, PartitionError
-from penstock.ir import Container, ObjectRef, Ref, State, Tree, put_together, take_apart
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, flatten_one_level, unflatten_one_level
 
 Values = dict[str, Any]
 """tensors by name"""
@@ -65,7 +65,7 @@ class ArgumentWriter:
         if isinstance(value, DrawnNumber | DrawnArray):
             kind = NumberOf if isinstance(value, DrawnNumber) else ArrayOf
             return Container(self.key(kind), (0,), (self._write_tensor(value.tensor, where),))
-        if parts := take_apart(value):
+        if parts := flatten_one_level(value):
             keys = tuple(self.write(key, where) for key in parts.keys)
             return Container(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
         if isinstance(value, nn.Module):
@@ -178,7 +178,7 @@ class ArgumentReader:
             return lambda values: tuple([item(values) for item in items])
         if kind is dict:
             return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
-        return lambda values: put_together(kind, keys, [item(values) for item in items])
+        return lambda values: unflatten_one_level(kind, keys, [item(values) for item in items])
 
     def module(self, path: str) -> nn.Module:
         """The module of this name; from the unsplit model if it is not a block of the plan, as a dropout with p = 0."""

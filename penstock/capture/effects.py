@@ -19,7 +19,7 @@ from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
-from penstock.ir import ADDED_LOSS, attributes_of, is_attributes_only, leaves, take_apart
+from penstock.ir import ADDED_LOSS, attributes_of, flatten_one_level, is_attributes_only, leaves
 
 
 class ObservedCall:
@@ -216,7 +216,7 @@ class ArgumentContents:
 
 
 def _containers(structure: object) -> Iterator[object]:
-    parts = take_apart(structure)
+    parts = flatten_one_level(structure)
     if parts is not None:
         yield structure
         for item in parts.items:
@@ -225,5 +225,5 @@ def _containers(structure: object) -> Iterator[object]:
 
 def _content(thing: object) -> tuple[str, list[int]]:
     # The class of an object may become that of a container between two calls.
-    parts = take_apart(thing) or attributes_of(thing)
+    parts = flatten_one_level(thing) or attributes_of(thing)
     return structure_of(parts), list(map(id, tensors_in(parts)))

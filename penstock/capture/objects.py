@@ -13,11 +13,11 @@ from torch.utils._pytree import SUPPORTED_NODES
 from penstock.ir import (
     Parts,
     attributes_of,
+    flatten_one_level,
     is_attributes_only,
     leaves,
     register_attributes,
     register_container,
-    take_apart,
 )
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -69,7 +69,7 @@ def user_line() -> str:
 def object_items(value: Any) -> Iterator[tuple[str, Any]]:
     """The named contents of an object: attributes, slots, and the values that a function or method is bound to.
 
-    Containers have none; take those apart with `penstock.ir.take_apart`.
+    Containers have none: `penstock.ir.flatten_one_level` returns the items of those.
     """
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
@@ -106,7 +106,7 @@ def holds_tensors(value: object, depth: int = 4) -> bool:
     if depth == 0 or isinstance(value, type | types.ModuleType | nn.Module):
         return False
     held: Iterable[Any]
-    if take_apart(value):
+    if flatten_one_level(value):
         held = leaves(value)
     elif isinstance(value, set | frozenset | deque):
         held = value
@@ -156,7 +156,7 @@ def register_class_of(value: object) -> bool:
 def _has_cycle(value: object, ancestors: tuple[int, ...] = ()) -> bool:
     if id(value) in ancestors:
         return True
-    parts = take_apart(value) or (attributes_of(value) if is_attributes_only(type(value)) else None)
+    parts = flatten_one_level(value) or (attributes_of(value) if is_attributes_only(type(value)) else None)
     return parts is not None and any(_has_cycle(item, (*ancestors, id(value))) for item in parts.items)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.capture.tensors import TORCH_CONSTANTS
-from penstock.ir import TENSOR, Parts, Ref, leaves, take_apart
+from penstock.ir import TENSOR, Parts, Ref, flatten_one_level, leaves
 
 _REPR_TYPES = (*TORCH_CONSTANTS, np.generic, np.dtype, enum.Enum)
 _VALUE_TYPES = (bool, int, float, complex, str, bytes, range, type(None), type(Ellipsis))
@@ -25,7 +25,7 @@ def structure_of(value: object) -> str:
     """
     if isinstance(value, Tensor):
         return TENSOR
-    if parts := take_apart(value):
+    if parts := flatten_one_level(value):
         # The keys of a list are its indices.
         kind = parts.kind.__qualname__
         if issubclass(parts.kind, list | tuple):
@@ -50,7 +50,7 @@ def structure_with_names(structure: object, name: Callable[[Tensor], str]) -> An
     """The structure with containers as their Parts and tensors as references to their names."""
     if isinstance(structure, Tensor):
         return Ref(name(structure))
-    parts = take_apart(structure)
+    parts = flatten_one_level(structure)
     if parts is None:
         return structure
     return Parts(parts.kind, parts.keys, tuple(structure_with_names(item, name) for item in parts.items))

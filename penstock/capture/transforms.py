@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.overrides import TorchFunctionMode
 
-from penstock.ir import put_together, take_apart
+from penstock.ir import flatten_one_level, unflatten_one_level
 
 Handler = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _TRANSFORMS = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"))
@@ -78,10 +78,10 @@ def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[i
         parts = (_replace_tensors(part, change, seen) for part in (value.func, value.args, value.keywords))
         function, args, keywords = parts
         return functools.partial(function, *args, **keywords)
-    if container := take_apart(value):
+    if container := flatten_one_level(value):
         items = [_replace_tensors(item, change, seen) for item in container.items]
         is_same = all(item is other for item, other in zip(items, container.items, strict=True))
-        return value if is_same else put_together(container.kind, container.keys, items)
+        return value if is_same else unflatten_one_level(container.kind, container.keys, items)
     return value
 
 
@@ -95,7 +95,7 @@ def _constants(value: Any, seen: set[int]) -> Any:
         return value.__code__, tuple(_constants(cell.cell_contents, seen) for cell in cells)
     if isinstance(value, functools.partial):
         return tuple(_constants(part, seen) for part in (value.func, value.args, value.keywords))
-    if container := take_apart(value):
+    if container := flatten_one_level(value):
         return container.kind, repr(container.keys), tuple(_constants(item, seen) for item in container.items)
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 

@@ -17,7 +17,7 @@ from penstock.codegen.formatting import INDENT, body_lines, docstring_lines, ret
 from penstock.codegen.names import Imports, Names, is_identifier, is_plain_path, name_values
 from penstock.codegen.section import Section, sections
 from penstock.codegen.statements import Statement, StepWriter
-from penstock.ir import Graph, Partition, Placement, counted, take_apart, write_atomic
+from penstock.ir import Graph, Partition, Placement, counted, flatten_one_level, write_atomic
 from penstock.stages import Ownership, check_guards
 
 
@@ -223,7 +223,7 @@ def _unpack_argument(code: str, name: str, value: Any, needed: set[str], express
         if name in needed:
             yield f"{expressions.variable(name)} = {code}"
         return
-    parts = take_apart(value)
+    parts = flatten_one_level(value)
     if parts is None:
         yield expect(code, _constant(value, name, expressions), name)
         return

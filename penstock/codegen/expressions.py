@@ -24,7 +24,7 @@ from penstock.capture import Recording, contiguous_entries
 from penstock.codegen import support
 from penstock.codegen.names import Imports, applied_function, is_identifier, is_index, tensor_attribute
 from penstock.errors import CodeError
-from penstock.ir import Container, ObjectRef, Ref, State, Tree, is_attributes_only, take_apart
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, flatten_one_level, is_attributes_only
 
 # fmt: off
 _BINARY = {
@@ -162,7 +162,7 @@ class Expressions:
         return literal(tree)
 
     def container(self, kind: type, names: Sequence[Any], keys: list[str], items: list[str], where: str) -> str:
-        """A container of any class, as `put_together` makes it; `keys` is the code of its keys `names`."""
+        """A container of any class, as `unflatten_one_level` makes it; `keys` is the code of its keys `names`."""
         if kind in (tuple, list):
             return tuple_of(items) if kind is tuple else list_of(items)
         if kind is slice:
@@ -203,7 +203,7 @@ class Expressions:
         if type(thing) in (set, frozenset):
             items = [self.constant(item, where) for item in sorted(thing, key=repr)]
             return f"{type(thing).__name__}({list_of(items)})"
-        if (parts := take_apart(thing)) is not None:
+        if (parts := flatten_one_level(thing)) is not None:
             keys, items = ([self.constant(item, where) for item in side] for side in (parts.keys, parts.items))
             return self.container(parts.kind, parts.keys, keys, items, where)
         return self.imported(thing, where)

@@ -54,18 +54,18 @@ from penstock.ir.containers import (
     Parts,
     attributes_of,
     copy_into,
+    flatten_one_level,
     is_attributes_only,
     leaves,
     named_arguments,
     named_inputs,
     named_leaves,
     num_registered,
-    put_together,
     register_attributes,
     register_container,
     signature_of,
-    take_apart,
     transform,
+    unflatten_one_level,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster

@@ -25,8 +25,8 @@ class Parts(NamedTuple):
     items: tuple[Any, ...]
 
 
-def take_apart(thing: object) -> Parts | None:
-    """The parts of a container; None for anything else."""
+def flatten_one_level(thing: object) -> Parts | None:
+    """The class, keys and items of a container, which may be containers themselves; None for anything else."""
     kind: Any = type(thing)
     if not _is_container(kind):
         return None
@@ -37,7 +37,7 @@ def take_apart(thing: object) -> Parts | None:
     if isinstance(thing, slice):
         return Parts(slice, ("start", "stop", "step"), (thing.start, thing.stop, thing.step))
     if kind in _registered:
-        return _registered[kind].take_apart(thing)
+        return _registered[kind].flatten(thing)
     fields: Any = dataclasses.fields(thing)  # type: ignore[arg-type]
     names = tuple(field.name for field in fields if field.init)
     return Parts(type(thing), names, tuple(getattr(thing, name) for name in names))
@@ -50,7 +50,7 @@ def _is_container(kind: type) -> bool:
     return is_known or dataclasses.is_dataclass(kind)
 
 
-def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+def unflatten_one_level(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
     """The container with the given class, keys and items."""
     if kind in (list, tuple, slice):
         return kind(items) if kind is not slice else slice(*items)
@@ -59,7 +59,7 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
     if issubclass(kind, list):
         return kind(items)
     if kind in _registered:
-        return _registered[kind].put_together(keys, items)
+        return _registered[kind].unflatten(keys, items)
     content = dict(zip(keys, items, strict=True))
     if hasattr(kind, "__dataclass_fields__"):
         if kind.__dataclass_params__.init:
@@ -79,7 +79,7 @@ def copy_into(target: Any, source: Any) -> Any:
 
     Returns what belongs in the place of `target`: itself, or the source where it cannot be changed.
     """
-    old, new = take_apart(target), take_apart(source)
+    old, new = flatten_one_level(target), flatten_one_level(source)
     if old is None or new is None or old.kind is not new.kind:
         return source
     held = dict(zip(old.keys, old.items, strict=True))
@@ -93,7 +93,7 @@ def copy_into(target: Any, source: Any) -> Any:
         for name, item in zip(new.keys, items, strict=True):
             object.__setattr__(target, name, item)
     else:
-        return put_together(new.kind, new.keys, items)
+        return unflatten_one_level(new.kind, new.keys, items)
     return target
 
 
@@ -101,18 +101,18 @@ def copy_into(target: Any, source: Any) -> Any:
 
 
 class _Registered(NamedTuple):
-    take_apart: Callable[[Any], Parts]
-    put_together: Callable[[Sequence[Any], Sequence[Any]], Any]
+    flatten: Callable[[Any], Parts]
+    unflatten: Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
 _registered: dict[type, _Registered] = {}
 
 
 def register_container(
-    kind: type, take_apart: Callable[[Any], Parts], put_together: Callable[[Sequence[Any], Sequence[Any]], Any]
+    kind: type, flatten: Callable[[Any], Parts], unflatten: Callable[[Sequence[Any], Sequence[Any]], Any]
 ) -> None:
     """Treat the instances of a class, not of its subclasses, as containers from now on."""
-    _registered[kind] = _Registered(take_apart, put_together)
+    _registered[kind] = _Registered(flatten, unflatten)
     _is_container.cache_clear()
 
 
@@ -161,7 +161,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def leaves(thing: object) -> list[object]:
     """All leaves of a structure, left to right."""
-    parts = take_apart(thing)
+    parts = flatten_one_level(thing)
     if parts is None:
         return [thing]
     return [leaf for item in parts.items for leaf in leaves(item)]
@@ -169,15 +169,15 @@ def leaves(thing: object) -> list[object]:
 
 def transform(thing: object, change: Callable[[object], Any]) -> Any:
     """The structure with `change` applied to every leaf."""
-    parts = take_apart(thing)
+    parts = flatten_one_level(thing)
     if parts is None:
         return change(thing)
-    return put_together(parts.kind, parts.keys, [transform(item, change) for item in parts.items])
+    return unflatten_one_level(parts.kind, parts.keys, [transform(item, change) for item in parts.items])
 
 
 def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
     """All leaves with their paths as names: `batch`, `batch.0`, `batch.0.mask`."""
-    parts = take_apart(thing)
+    parts = flatten_one_level(thing)
     if parts is None:
         return [(name, thing)]
     return [

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.capture import Recording
 from penstock.errors import NoLossError
-from penstock.ir import Container, Parts, Ref, Tree, is_floating_point, take_apart
+from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level, is_floating_point
 
 SINGLE = ""
 """the name of a single loss, which has none of its own"""
@@ -26,7 +26,7 @@ def losses_of(output: Any) -> dict[str, Tensor]:
     def spec_of(value: object) -> Spec | None:
         return (tuple(value.shape), value.is_floating_point()) if isinstance(value, Tensor) else None
 
-    return _find_losses(output, take_apart, spec_of)
+    return _find_losses(output, flatten_one_level, spec_of)
 
 
 def loss_values(recording: Recording) -> dict[str, str]:

@@ -14,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.launch import one_line
 from penstock.loss.probe import Evaluate, Evaluation, Probe
 from penstock.loss.reductions import Count, Piece, candidates
-from penstock.loss.samples import LARGE, Part, choose_parts
+from penstock.loss.samples import LARGE, SampleRange, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE
 """entries of the outputs of a batch above which microbatches are evaluated in pairs instead of all together"""
@@ -39,7 +39,7 @@ class ProbedLoss(Protocol):
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The tensors of a microbatch, by name, whose number or sum of entries may be the divisor of the loss."""
 
-    def evaluator(self, parts: Sequence[Part], draw: int) -> AbstractContextManager[Evaluate]:
+    def evaluator(self, parts: Sequence[SampleRange], draw: int) -> AbstractContextManager[Evaluate]:
         """A context in which some parts can be evaluated, with different outputs in every draw."""
 
 
@@ -69,7 +69,7 @@ def decide(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple
     microbatch are tried first. That is enough if the weights are counts of samples, labels or mask entries.
     """
     sizes = [size for _, size in pieces]
-    everything = [Part(index, 0, size) for index, size in enumerate(sizes)]
+    everything = [SampleRange(index, 0, size) for index, size in enumerate(sizes)]
     few = choose_parts(sizes, loss.sample_size, [tensors for tensors, _ in pieces], len(sizes), step_number)
     for parts in (few, everything):
         weights = None
@@ -108,7 +108,7 @@ def count_fits(count: Count, loss: ProbedLoss, pieces: Sequence[Piece], step_num
 
 def evaluated_weights(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
     """The weights of a step from the gradients of its loss; None if no weights fit them."""
-    parts = [Part(index, 0, size) for index, (_, size) in enumerate(pieces)]
+    parts = [SampleRange(index, 0, size) for index, (_, size) in enumerate(pieces)]
     try:
         probes = _probes(loss, parts, (step_number,), {})
         if probes[0].is_decisive and not all(probes[0].weights):
@@ -122,7 +122,9 @@ def evaluated_weights(loss: ProbedLoss, pieces: Sequence[Piece], step_number: in
     return weights if weights is not None and all(probe.fits(weights) for probe in probes) else None
 
 
-def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tuple[Decision, tuple[float, ...] | None]:
+def _decide_on(
+    loss: ProbedLoss, parts: Sequence[SampleRange], step_number: int
+) -> tuple[Decision, tuple[float, ...] | None]:
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
     pieces = _pieces(loss, parts)
     known = {count: count.weights(pieces) for count in candidates(pieces)}
@@ -153,7 +155,7 @@ def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tup
 
 
 def _probes(
-    loss: ProbedLoss, parts: Sequence[Part], draws: Sequence[int], known: Mapping[Count, tuple[float, ...]]
+    loss: ProbedLoss, parts: Sequence[SampleRange], draws: Sequence[int], known: Mapping[Count, tuple[float, ...]]
 ) -> list["Probe | _PairProbe"]:
     """One probe for each draw; `known` are counts whose weights will be compared with them."""
     probes: list[Probe | _PairProbe] = []
@@ -233,7 +235,7 @@ class _PairProbe:
         return furthest if furthest > self.tolerance / 100 else 0.0
 
 
-def _pieces(loss: ProbedLoss, parts: Sequence[Part]) -> list[Piece]:
+def _pieces(loss: ProbedLoss, parts: Sequence[SampleRange]) -> list[Piece]:
     """The tensors of the samples of each part."""
     taken = [loss.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
     return [(loss.tensors(microbatch), microbatch.size) for microbatch in taken]

@@ -22,10 +22,10 @@ from penstock.capture import (
     uncompiled,
 )
 from penstock.errors import PenstockError, RunError
-from penstock.ir import leaves, listed, named_leaves, take_apart, transform
+from penstock.ir import flatten_one_level, leaves, listed, named_leaves, transform
 from penstock.loss.find_losses import SINGLE, losses_of_function
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
-from penstock.loss.samples import LARGE, SMALL_SCALE, Part, artificial_output, join, sample_dims
+from penstock.loss.samples import LARGE, SMALL_SCALE, SampleRange, artificial_output, join, sample_dims
 
 LossFn = Callable[[Any, Any], Any]
 _MAX_DEPTH = 4
@@ -99,7 +99,7 @@ class LossFunction:
     def refuse_remote_parameters(self) -> None:
         """Raise a RunError if the function uses parameters whose values are out of date in this process."""
         try:
-            with self.evaluator([Part(0, 0, self.microbatches[0].size)], 0) as evaluate:
+            with self.evaluator([SampleRange(0, 0, self.microbatches[0].size)], 0) as evaluate:
                 evaluate([0])
         except PenstockError:
             raise
@@ -107,7 +107,7 @@ class LossFunction:
             pass
 
     @contextmanager
-    def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
+    def evaluator(self, parts: Sequence[SampleRange], draw: int) -> Iterator[Evaluate]:
         """Evaluate on artificial outputs, which differ in every `draw`, and the real targets."""
         # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
         given = (cut.dim for cut in self.microbatches[0].cuts.values() if cut.dim is not None)
@@ -227,7 +227,7 @@ def _referenced(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, Tensor | nn.Module):
         yield value
     elif depth and not isinstance(value, type) and not inspect.ismodule(value):
-        if take_apart(value) is not None:
+        if flatten_one_level(value) is not None:
             inner = leaves(value) if len(leaves(value)) <= _MAX_ITEMS else []
         else:
             inner = [item for _, item in object_items(value)]

@@ -29,12 +29,12 @@ from penstock.capture import (
     without_cache,
     without_user_hooks,
 )
-from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, leaves, put_together, transform
+from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, leaves, transform, unflatten_one_level
 from penstock.loss.added import collect_added
 from penstock.loss.find_losses import SINGLE, losses_of
 from penstock.loss.interactions import InputComparison
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
-from penstock.loss.samples import SMALL_SCALE, Part, choose_parts
+from penstock.loss.samples import SMALL_SCALE, SampleRange, choose_parts
 
 
 class ModelLoss:
@@ -84,7 +84,7 @@ class ModelLoss:
         return microbatch.countable(self.captured.inputs(microbatch.args, microbatch.kwargs))
 
     @contextmanager
-    def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
+    def evaluator(self, parts: Sequence[SampleRange], draw: int) -> Iterator[Evaluate]:
         """Evaluate with noise that differs in every `draw`."""
         if sum(part.length for part in parts) == self.recorded_size:
             # No dimension would differ from the recorded ones, so that none would be known to hold the samples.
@@ -100,7 +100,7 @@ class ModelLoss:
             yield evaluate
         self.mixed_inputs = list(noise.comparison.mixed_inputs)
 
-    def noise(self, parts: Sequence[Part], draw: int) -> "Noise":
+    def noise(self, parts: Sequence[SampleRange], draw: int) -> "Noise":
         """Results of the blocks for some parts of the batch."""
         first = next(self.captured.model.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
@@ -179,7 +179,7 @@ class Noise:
         graph: Graph,
         microbatches: Sequence[Microbatch],
         recorded_size: int,
-        parts: Sequence[Part],
+        parts: Sequence[SampleRange],
         draw: int,
         device: torch.device,
     ) -> None:
@@ -339,7 +339,7 @@ class _NoisyForward:
 
         def built(result: Any) -> Any:
             if isinstance(result, Parts):
-                return put_together(result.kind, result.keys, [built(item) for item in result.items])
+                return unflatten_one_level(result.kind, result.keys, [built(item) for item in result.items])
             if not isinstance(result, Ref):
                 return result
             # A block may return something that it was given.

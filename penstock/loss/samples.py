@@ -21,7 +21,7 @@ Dims = Sequence[int | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleRange:
     """Consecutive samples of one microbatch."""
 
     microbatch: int
@@ -83,7 +83,7 @@ def choose_parts(
     tensors: Sequence[Mapping[str, Tensor]] = (),
     max_parts: int = 2,
     step_number: int = 0,
-) -> list[Part]:
+) -> list[SampleRange]:
     """Samples of at most `max_parts` microbatches on which to evaluate a loss.
 
     Whole microbatches if their outputs, of `sample_size` entries per sample, are not too large: a loss may depend on
@@ -95,7 +95,11 @@ def choose_parts(
     if len(sizes) == 1:
         # There is no second microbatch to compare with: this one is cut in two, or its only sample is taken twice.
         first, second = min(rows, (sizes[0] + 1) // 2), min(rows, sizes[0] // 2)
-        return [Part(0, 0, first), Part(0, first, second)] if second else [Part(0, 0, 1), Part(0, 0, 1)]
+        return (
+            [SampleRange(0, 0, first), SampleRange(0, first, second)]
+            if second
+            else [SampleRange(0, 0, 1), SampleRange(0, 0, 1)]
+        )
     # The first sample to take of each microbatch. The order of the dict is the order of preference.
     starts = {index % len(sizes): 0 for index in range(step_number, step_number + len(sizes))}
     for name, leaf in tensors[0].items() if tensors else ():
@@ -112,7 +116,7 @@ def choose_parts(
             break
     chosen = sorted(list(starts)[:max_parts])
     # A start near the end of a microbatch is moved back, so that every part has its `rows` samples.
-    return [Part(i, min(starts[i], max(0, sizes[i] - rows)), min(rows, sizes[i])) for i in chosen]
+    return [SampleRange(i, min(starts[i], max(0, sizes[i] - rows)), min(rows, sizes[i])) for i in chosen]
 
 
 def artificial_output(

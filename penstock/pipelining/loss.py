@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.batches import Cut, Microbatch, microbatch_sizes
 from penstock.capture import tensors_in
 from penstock.errors import RunError
-from penstock.ir import named_leaves, put_together, take_apart
+from penstock.ir import flatten_one_level, named_leaves, unflatten_one_level
 from penstock.loss import LossStep, LossWeights
 from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
 
@@ -131,10 +131,12 @@ def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts:
         cuts[name] = Cut(0, rows)
         ends = [size * rows for size in accumulate(sizes or microbatch_sizes(len(value), count))]
         return list(value.tensor_split(ends[:-1]))
-    parts = take_apart(value)
+    parts = flatten_one_level(value)
     if parts is None:
         return [value] * count
     columns = [
         _split(item, f"{name}.{key}", sizes, count, cuts) for key, item in zip(parts.keys, parts.items, strict=True)
     ]
-    return [put_together(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)]
+    return [
+        unflatten_one_level(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)
+    ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.batches import microbatch_sizes
 from penstock.capture import register_containers
 from penstock.errors import RunError
-from penstock.ir import put_together, take_apart
+from penstock.ir import flatten_one_level, unflatten_one_level
 
 DEFAULT_CHUNK_DIM = 0
 
@@ -103,7 +103,7 @@ def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
         return _split_block_mask(value, spec, chunks, name)
     if isinstance(value, Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
         return list(_split_tensor(value, DEFAULT_CHUNK_DIM if spec is None else spec.split_dim, chunks, name))
-    parts = take_apart(value)
+    parts = flatten_one_level(value)
     if parts is None or isinstance(spec, TensorChunkSpec):
         if spec is None:
             return [value] * chunks
@@ -114,7 +114,7 @@ def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
             value=type(value).__name__,
             hint="TensorChunkSpec(dim) for a tensor, _Replicate for anything else, or a structure of them",
         )
-    inner = None if spec is None else take_apart(spec)
+    inner = None if spec is None else flatten_one_level(spec)
     if inner is not None and tuple(inner.keys) != tuple(parts.keys):
         raise RunError("a chunk spec must have the structure of its argument", argument=name, keys=list(parts.keys))
     specs = [None] * len(parts.items) if inner is None else inner.items
@@ -122,7 +122,9 @@ def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
         split_value(item, item_spec, chunks, f"{name}.{key}")
         for key, item, item_spec in zip(parts.keys, parts.items, specs, strict=True)
     ]
-    return [put_together(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(chunks)]
+    return [
+        unflatten_one_level(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(chunks)
+    ]
 
 
 def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[Tensor]:
@@ -197,7 +199,7 @@ def num_samples(value: Any, spec: Any) -> int | None:
         return len(value.kv_num_blocks) if len(value.kv_num_blocks) > 1 else None
     if isinstance(value, Tensor):
         return value.shape[DEFAULT_CHUNK_DIM if spec is None else spec.split_dim]
-    parts, inner = take_apart(value), None if spec is None else take_apart(spec)
+    parts, inner = flatten_one_level(value), None if spec is None else flatten_one_level(spec)
     if parts is None:
         return None
     specs = [None] * len(parts.items) if inner is None else inner.items
@@ -230,17 +232,17 @@ def _merge(chunks: Sequence[Any], spec: Any, name: str) -> Any:
                 hint="output_merge_spec with a _CustomReducer for a number, or return_outputs=False",
             )
         return torch.cat(list(chunks), dim)
-    parts = take_apart(first)
+    parts = flatten_one_level(first)
     if parts is None or isinstance(spec, _Replicate) or spec is _Replicate:
         if not all(_is_equal(chunk, first) for chunk in chunks):
             hint = "output_merge_spec with a TensorChunkSpec or a _CustomReducer, or return_outputs=False"
             raise RunError("an output that is not merged must be equal for all microbatches", output=name, hint=hint)
         return first
-    inner = None if spec is None else take_apart(spec)
+    inner = None if spec is None else flatten_one_level(spec)
     if spec is not None and (inner is None or len(inner.items) != len(parts.items)):
         raise RunError("output_merge_spec must have the structure of the output", output=name, spec=repr(spec))
     specs = [None] * len(parts.items) if inner is None else inner.items
-    rows = [take_apart(chunk) for chunk in chunks]
+    rows = [flatten_one_level(chunk) for chunk in chunks]
     if any(row is None or len(row.items) != len(parts.items) for row in rows):
         raise RunError("the outputs of all microbatches must have the same structure", output=name)
     columns = zip(*(row.items for row in rows if row is not None), strict=True)
@@ -248,7 +250,7 @@ def _merge(chunks: Sequence[Any], spec: Any, name: str) -> Any:
         _merge(column, item_spec, f"{name}.{key}")
         for key, column, item_spec in zip(parts.keys, columns, specs, strict=True)
     ]
-    return put_together(parts.kind, parts.keys, items)
+    return unflatten_one_level(parts.kind, parts.keys, items)
 
 
 def _is_equal(value: Any, other: Any) -> bool:

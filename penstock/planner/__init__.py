@@ -36,4 +36,4 @@ from penstock.planner.streams import (
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 from penstock.planner.tensor_parallel_costs import TensorParallel, split_tensors
 from penstock.planner.token_groups import TokenGroup, TokenPlanner, balance, group_samples, padded_length
-from penstock.planner.what_if import Alternative, Part, WhatIf, what_if, what_if_document
+from penstock.planner.what_if import Alternative, Straggler, WhatIf, what_if, what_if_document

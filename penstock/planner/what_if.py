@@ -41,7 +41,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class Straggler:
     """A stage or a replica of the recording."""
 
     kind: str
@@ -87,7 +87,7 @@ class WhatIf:
     """seconds that no order of the same stages can undercut, with their mean costs"""
     bubble: tuple[tuple[str, float], ...]
     """share of all ranks' time by cause of being idle, in the simulated pipelines"""
-    parts: tuple[Part, ...]
+    parts: tuple[Straggler, ...]
     """stages, then replicas; in each the slowest first"""
     alternatives: tuple[Alternative, ...]
     """the fastest first"""
@@ -204,7 +204,7 @@ def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts
     return replace(costs, **changed)
 
 
-def _stage_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Part]:
+def _stage_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Straggler]:
     """The stages, the slowest first; `ideal` and `now` are the lengths of an ideal and of the recorded pipelines."""
     equal, mean = recording.equal_costs, recording.mean_costs().work
     parts = []
@@ -220,11 +220,11 @@ def _stage_parts(recording: RecordedTraining, ideal: float, now: float) -> list[
         slowness = mean[stage] / fmean(mean)
         # Only a slow stage is worth the simulation.
         cost = max(0.0, now - _mean_step(recording, fixed)) if slowness >= _SLOW else 0.0
-        parts.append(Part("stage", stage, slowness, slowdown, cost))
+        parts.append(Straggler("stage", stage, slowness, slowdown, cost))
     return sorted(parts, key=lambda part: -part.slowness)
 
 
-def _replica_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Part]:
+def _replica_parts(recording: RecordedTraining, ideal: float, now: float) -> list[Straggler]:
     """The replicas, the slowest first; none if there is only one."""
     if len(recording.replicas) == 1:
         return []
@@ -247,7 +247,7 @@ def _replica_parts(recording: RecordedTraining, ideal: float, now: float) -> lis
         )
         slowdown = (recording.outside + alone) / (recording.outside + ideal)
         cost = max(0.0, now - max(rest, ideal))
-        parts.append(Part("replica", replica, works[replica] / fmean(works.values()), slowdown, cost))
+        parts.append(Straggler("replica", replica, works[replica] / fmean(works.values()), slowdown, cost))
     return sorted(parts, key=lambda part: -part.slowness)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.batches import Microbatch, additive_dim
 from penstock.capture import Captured, LruCache, Recording, is_inexact
 from penstock.errors import CaptureError, PenstockWarning, RunError
-from penstock.ir import Container, Parts, Ref, Tree, leaves, named_leaves, put_together, take_apart
+from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level, leaves, named_leaves, unflatten_one_level
 from penstock.loss import weighted_sum
 from penstock.runtime.broadcast import broadcast_refusal, broadcast_structure
 from penstock.runtime.groups import ProcessGroups
@@ -46,13 +46,13 @@ def share_outputs(groups: ProcessGroups, source: int, device: torch.device, merg
 
 def _plain(structure: Any) -> Any:
     """The same structure of lists, tuples and dicts; leaves that are neither tensors nor plain values become None."""
-    parts = take_apart(structure)
+    parts = flatten_one_level(structure)
     if parts is None:
         is_known = hasattr(structure, "shape") or structure is None or type(structure) in (bool, int, float, str)
         return structure if len(leaves(structure)) == 1 and is_known else None
     items = [_plain(item) for item in parts.items]
     if parts.kind in (list, tuple):
-        return put_together(parts.kind, parts.keys, items)
+        return unflatten_one_level(parts.kind, parts.keys, items)
     return {str(key): item for key, item in zip(parts.keys, items, strict=True)}
 
 
@@ -189,7 +189,7 @@ class _Merging:
             return values[0]
         if rule == "list":
             return values
-        taken = [take_apart(value) for value in values]
+        taken = [flatten_one_level(value) for value in values]
         parts = [part for part in taken if part is not None]
         if len(parts) == len(values):
             return self._container(values, parts, name, keys, rule)
@@ -225,12 +225,12 @@ class _Merging:
             if isinstance(both, Parts) and len(both.items) == lengths[0] + lengths[1] != 0:
                 # One entry per sample.
                 entries = [entry for part in parts for entry in part.items]
-                return put_together(first.kind, range(len(entries)), entries)
+                return unflatten_one_level(first.kind, range(len(entries)), entries)
         if any(part.kind is not first.kind or part.keys != first.keys for part in parts) or first.kind is slice:
             return self._equal(values, name)
         columns = zip(first.keys, zip(*(part.items for part in parts), strict=True), strict=True)
         items = [self.merged(list(column), f"{name}.{key}".lstrip("."), (*keys, key)) for key, column in columns]
-        return put_together(first.kind, first.keys, items)
+        return unflatten_one_level(first.kind, first.keys, items)
 
     def _tensor(self, tensors: list[Tensor], name: str, keys: tuple[Any, ...], rule: Any) -> Any:
         if not any(tensor.dim() for tensor in tensors):

@@ -31,7 +31,7 @@ class ParameterSize(NamedTuple):
         return f"{count_text(self.num_parameters)} {word}, {bytes_text(self.bytes)}"
 
 
-class Part(NamedTuple):
+class NodeGroup(NamedTuple):
     """Nodes that are shown as one: a module, functions between modules, or several repetitions of these."""
 
     nodes: tuple[Node, ...]
@@ -95,13 +95,13 @@ class CondensedGraph:
 
     graph: Graph
     partition: Partition
-    parts: tuple[Part, ...]
+    parts: tuple[NodeGroup, ...]
 
     @classmethod
     def of(cls, subject: Staged, collapse: int) -> "CondensedGraph":
         """Groups functions, and runs of at least `collapse` equal parts; with 0 every node is a part."""
         graph, partition = graph_and_partition(subject)
-        parts = [Part((node,), partition.stage_of(node.name)) for node in graph.nodes]
+        parts = [NodeGroup((node,), partition.stage_of(node.name)) for node in graph.nodes]
         # Parts that depend on inputs only run on every stage that reads them, so they are in no stage's sequence and
         # are grouped on their own.
         input_only = [part for part in parts if part.from_inputs]
@@ -147,7 +147,7 @@ class CondensedGraph:
     def _runs(self) -> tuple[frozenset[str], ...]:
         return tuple(frozenset(node.name for node in nodes) for nodes in self.partition.runs(self.graph))
 
-    def stages_of(self, part: Part) -> tuple[int, ...]:
+    def stages_of(self, part: NodeGroup) -> tuple[int, ...]:
         """The stages that run the part: one, unless it depends on inputs only."""
         if not part.from_inputs:
             return (part.stage,)
@@ -200,12 +200,12 @@ def _common_name(nodes: tuple[Node, ...]) -> str:
     return short_name(".".join(common) if any(word.isdigit() for word in common) else block.name)
 
 
-def _group_functions(parts: Iterable[Part], graph: Graph) -> list[Part]:
+def _group_functions(parts: Iterable[NodeGroup], graph: Graph) -> list[NodeGroup]:
     """Merges the functions of one module that no block separates."""
     counts = accumulate(not node.from_inputs and is_block(node) for node in graph.nodes)
     blocks_before = {node.name: count for node, count in zip(graph.nodes, counts, strict=True)}
 
-    def key(part: Part) -> tuple[int, int, str, str]:
+    def key(part: NodeGroup) -> tuple[int, int, str, str]:
         node = part.nodes[0]
         stage = -1 if node.from_inputs else part.stage
         return stage, blocks_before[node.name], node.module, node.name if is_block(node) else ""
@@ -213,11 +213,11 @@ def _group_functions(parts: Iterable[Part], graph: Graph) -> list[Part]:
     merged = []
     for _, group in groupby(parts, key=key):
         found = list(group)
-        merged.append(Part(tuple(node for part in found for node in part.nodes), found[0].stage))
+        merged.append(NodeGroup(tuple(node for part in found for node in part.nodes), found[0].stage))
     return merged
 
 
-def _interleave(graph: Graph, input_only: Sequence[Part], others: Sequence[Part]) -> tuple[Part, ...]:
+def _interleave(graph: Graph, input_only: Sequence[NodeGroup], others: Sequence[NodeGroup]) -> tuple[NodeGroup, ...]:
     """All parts, with those that depend on inputs only right before their first reader."""
     place = {node.name: number for number, part in enumerate(others) for node in part.nodes}
     first_reader: dict[str, int] = {}
@@ -237,7 +237,7 @@ def _interleave(graph: Graph, input_only: Sequence[Part], others: Sequence[Part]
 # ---------------------------------------------------------------------------------------------- runs of equal parts
 
 
-def _collapse_runs(parts: Sequence[Part], graph: Graph, least: int) -> list[Part]:
+def _collapse_runs(parts: Sequence[NodeGroup], graph: Graph, least: int) -> list[NodeGroup]:
     """Replaces at least `least` repetitions of one part, or of several, by one part.
 
     Parts are equal if their nodes have the same classes, parameters and results, and if they read from and are read
@@ -273,12 +273,12 @@ def _collapse_runs(parts: Sequence[Part], graph: Graph, least: int) -> list[Part
             if found >= (least if candidate < LONG_PERIOD else 2) and found * candidate > period * times:
                 period, times = candidate, found
         run = parts[place : place + period * times]
-        collapsed.append(Part(tuple(node for part in run for node in part.nodes), run[0].stage, times))
+        collapsed.append(NodeGroup(tuple(node for part in run for node in part.nodes), run[0].stage, times))
         place += period * times
     return collapsed
 
 
-def _signature(part: Part, graph: Graph, specs: dict[str, TensorSpec]) -> object:
+def _signature(part: NodeGroup, graph: Graph, specs: dict[str, TensorSpec]) -> object:
     """Equal for parts that look the same, whatever their names are."""
     nodes = []
     for node in part.nodes:
@@ -292,7 +292,9 @@ def _signature(part: Part, graph: Graph, specs: dict[str, TensorSpec]) -> object
     return -1 if part.from_inputs else part.stage, tuple(nodes), tuple(given), tuple(dict.fromkeys(masks))
 
 
-def _neighbours(parts: Sequence[Part], graph: Graph) -> tuple[list[tuple[int, ...]], list[tuple[frozenset[int], ...]]]:
+def _neighbours(
+    parts: Sequence[NodeGroup], graph: Graph
+) -> tuple[list[tuple[int, ...]], list[tuple[frozenset[int], ...]]]:
     """Per part the indices of the parts that it reads, and for each value that it makes those of its readers."""
     maker = {value.name: number for number, part in enumerate(parts) for node in part.nodes for value in node.makes}
     readers: dict[str, set[int]] = {value: set() for value in maker}

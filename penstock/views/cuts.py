@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock.ir import Graph, bytes_text, counted
 from penstock.views.base import RichView, Staged, short_name
-from penstock.views.condense import CondensedGraph, Part
+from penstock.views.condense import CondensedGraph, NodeGroup
 from penstock.views.table import TextTable
 
 Row = tuple[str, ...]
@@ -79,7 +79,7 @@ def _tables(condensed: CondensedGraph) -> Iterator[TextTable]:
         yield TextTable(("held by several stages", "stages", "bytes"), tuple(rows), names=2)
 
 
-def _run_again(condensed: CondensedGraph, part: Part) -> Row:
+def _run_again(condensed: CondensedGraph, part: NodeGroup) -> Row:
     """A part that several stages run, and the bytes of its values that would be sent if only its own stage ran it."""
     made = {value.name: value.spec.bytes for node in part.nodes for value in node.makes}
     sent: dict[tuple[str, int], int] = {}

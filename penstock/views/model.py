@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from penstock.ir import Graph, bytes_text, counted, listed, printable
 from penstock.views.base import Staged, View, short_name
-from penstock.views.condense import CondensedGraph, Connection, Part, check_collapse, values_text
+from penstock.views.condense import CondensedGraph, Connection, NodeGroup, check_collapse, values_text
 from penstock.views.drawing import (
     Area,
     Box,
@@ -282,7 +282,7 @@ class _Layout:
         line = _branch((source.x + source.width, y), self.lanes_x + self.lane * lane, ends, color)
         return line.with_parts(Drawing(labels=(label,)))
 
-    def _tooltip(self, part: Part) -> str:
+    def _tooltip(self, part: NodeGroup) -> str:
         """The tooltip of a box."""
         reads = listed([short_name(name) for node in part.first for name in node.reads], MAX_NAMES)
         made = [f"{short_name(value.name)}: {value.spec}" for node in part.last for value in node.makes]

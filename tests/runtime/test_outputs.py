@@ -13,13 +13,13 @@ from transformers.modeling_outputs import CausalLMOutput
 import penstock
 from penstock.batches import microbatch_sizes
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import Parts, take_apart
+from penstock.ir import Parts, flatten_one_level
 from penstock.runtime import merge
 
 
 def shapes(thing: Any) -> Any:
     """The structure of an output with shapes in place of tensors."""
-    parts = take_apart(thing)
+    parts = flatten_one_level(thing)
     if parts is not None:
         return Parts(parts.kind, parts.keys, tuple(map(shapes, parts.items)))
     return tuple(thing.shape) if isinstance(thing, Tensor) else None

@@ -21,7 +21,7 @@ from penstock.ir import (
     seconds_text,
 )
 from penstock.views.base import short_name
-from penstock.views.condense import CondensedGraph, Part
+from penstock.views.condense import CondensedGraph, NodeGroup
 from penstock.views.palette import STAGE_COLORS
 
 MAX_TEXT = 400
@@ -194,7 +194,7 @@ def model_bar(plan: Plan) -> list[Band]:
     """A band per stage, as wide as its cost; its parts are equally wide, as a plan holds no costs of nodes."""
     collapse = 0 if len(plan.graph.nodes) <= MAX_PARTS else 2
     condensed = CondensedGraph.of((plan.graph, plan.partition), collapse)
-    by_stage: list[list[Part]] = [[] for _ in range(plan.num_stages)]
+    by_stage: list[list[NodeGroup]] = [[] for _ in range(plan.num_stages)]
     for part in condensed.parts:
         if not part.from_inputs:
             by_stage[part.stage].append(part)
