@@ -21,7 +21,7 @@ from penstock.checkpoint import CheckpointDir
 from penstock.cli.models import build_model
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
-from penstock.launch.scratch import VARIABLE
+from penstock.launch.scratch import SCRATCH_VARIABLE
 
 _TIMEOUT_SECONDS = 300.0
 Load = Callable[[Path], int | None]
@@ -62,7 +62,7 @@ def _own_scratch(directory: Path) -> Iterator[Path]:
     """Makes trainings put their temporary files into a directory of this benchmark."""
     scratch = directory / "temporary"
     scratch.mkdir()
-    with patch.dict(os.environ, {VARIABLE: os.fspath(scratch)}):
+    with patch.dict(os.environ, {SCRATCH_VARIABLE: os.fspath(scratch)}):
         yield scratch
 
 

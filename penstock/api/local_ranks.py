@@ -40,7 +40,7 @@ from penstock.launch import launch, num_cores
 from penstock.measure import Cache, device_name, measure_copies
 from penstock.planner import Measured, PlanOptions, search
 
-VARIABLE = "PENSTOCK_MEASURE_RANKS"
+MEASURE_RANKS_VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
 _METHOD = 4
 """increased when the method of measuring changes: then cached results are not used"""
@@ -63,7 +63,7 @@ def local_ranks(ranks: int) -> Cluster:
     if the environment variable forbids it: then messages take no time.
     """
     cannot_launch = dist.is_initialized() or multiprocessing.current_process().daemon
-    if ranks == 1 or cannot_launch or os.environ.get(VARIABLE) == "0":
+    if ranks == 1 or cannot_launch or os.environ.get(MEASURE_RANKS_VARIABLE) == "0":
         return Cluster(ranks)
     cache = Cache()
     parts = (_METHOD, platform.node(), device_name(torch.device("cpu")), num_cores(), torch.__version__)
@@ -91,7 +91,7 @@ def shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
     `cpu_share` is that of a profile: a rank that mostly waits leaves its core to others, and one with several threads
     needs more than a core.
     """
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(MEASURE_RANKS_VARIABLE) == "0":
         return None
     # Measured shares are a little below 1 or above.
     at_once = max(1, int(num_cores() / replicas / max(cpu_share, 1e-3) + 0.2))

@@ -66,7 +66,7 @@ class PipelineModel(nn.Module):
             leaves = transform(outputs, _autograd_leaf)
             self._calls.append((forward_pass, leaves))
             # Copies, because the loss may be changed in place, which is not allowed for leaves.
-            return transform(leaves, _copied)
+            return transform(leaves, _clone_leaf)
         with self.autocast():
             result = self._pipe[0].eval(*args, **inputs, return_outputs=self.keeps_outputs)
         if result.outputs is None:
@@ -125,5 +125,5 @@ def _autograd_leaf(value: object) -> object:
     return value.detach().requires_grad_() if isinstance(value, Tensor) and is_inexact(value) else value
 
 
-def _copied(value: object) -> object:
+def _clone_leaf(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) and value.requires_grad else value

@@ -548,10 +548,10 @@ def _example_batch(loader: Any, batch_size: int) -> dict[str, Any]:
     """Collate the first samples without advancing the loader: of an iterable dataset, those of a copy."""
     dataset = getattr(loader, "dataset", None)
     if dataset is None:  # a loader of the user's own
-        batches = list(islice(_copied(loader), 1))
+        batches = list(islice(_deep_copy(loader), 1))
         return dict(batches[0] if batches else _no_samples())
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        samples = list(islice(_copied(dataset), batch_size))
+        samples = list(islice(_deep_copy(dataset), batch_size))
     else:
         samples = [dataset[index] for index in range(min(batch_size, len(dataset)))]
     return dict(loader.collate_fn(samples or _no_samples()))
@@ -561,7 +561,7 @@ def _no_samples() -> NoReturn:
     raise PlanError("the dataset is empty: there is no sample to plan with", hint=_PLAN_HINT)
 
 
-def _copied(data: Any) -> Any:
+def _deep_copy(data: Any) -> Any:
     try:
         return copy.deepcopy(data)
     except Exception as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.errors import RunError
 from penstock.launch.process_state import GONE, parent_of, process_state, start_ticks
 
-VARIABLE = "PENSTOCK_PARENT"
+PARENT_VARIABLE = "PENSTOCK_PARENT"
 """environment variable: 1 watches the parent process, such as a shell script; 0 watches nothing"""
 EXIT_CODE = 5
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -30,7 +30,7 @@ def exit_with_agent() -> None:
     Raises:
         RunError: if the agent of torchrun and its store are gone already
     """
-    setting, supervisor = os.environ.get(VARIABLE, ""), None
+    setting, supervisor = os.environ.get(PARENT_VARIABLE, ""), None
     if setting == "1":
         supervisor = os.getppid()
     elif setting != "0" and _RUN_ID in os.environ:

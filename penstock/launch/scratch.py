@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.launch.devices import group_device
 from penstock.launch.status_file import status_directory
 
-VARIABLE = "PENSTOCK_SCRATCH"
+SCRATCH_VARIABLE = "PENSTOCK_SCRATCH"
 """environment variable with the directory in which temporary directories are made"""
 # A mapped page of a file on disk blocks whenever the kernel writes it back; in memory it never does.
 _IN_MEMORY = Path("/dev/shm")
@@ -93,7 +93,7 @@ def shared_status_directory() -> Path:
 
 def _parent() -> Path:
     """The directory in which temporary directories are made: in memory if there is room."""
-    if named := os.environ.get(VARIABLE):
+    if named := os.environ.get(SCRATCH_VARIABLE):
         return Path(named)
     try:
         has_room = shutil.disk_usage(_IN_MEMORY).free >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK)

@@ -132,7 +132,7 @@ class LossFunction:
             target = Microbatch.join([taken[number] for number in chosen]).target
             target = transform(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
             # A copy: the function may write into it.
-            result = self._call(output, transform(target, _copied), inputs)
+            result = self._call(output, transform(target, _clone), inputs)
             if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
@@ -181,7 +181,7 @@ class LossFunction:
         tensors = [*self._state.buffers(), *self._state.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         # A copy: the function may write into it.
-        copy = transform(output, _copied)
+        copy = transform(output, _clone)
         with tracker, ConstantRandomness() if self._is_random else nullcontext():
             loss = losses_of_function(self._loss_fn(copy, target))[self._name]
         self.dtype = tracker.dtype
@@ -240,5 +240,5 @@ def _referenced(value: Any, depth: int) -> Iterator[Any]:
                 yield from _referenced(item, depth - 1)
 
 
-def _copied(leaf: object) -> object:
+def _clone(leaf: object) -> object:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

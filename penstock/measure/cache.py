@@ -10,7 +10,7 @@ from typing import TypeVar
 from penstock.errors import FormatError, PenstockWarning
 from penstock.ir import Cluster, Profile, load_record, to_json
 
-VARIABLE = "PENSTOCK_CACHE"
+CACHE_VARIABLE = "PENSTOCK_CACHE"
 _Cached = TypeVar("_Cached", Profile, Cluster)
 _MAX_FILES = 512
 """beyond that, the least recently used are removed"""
@@ -69,7 +69,7 @@ class Cache:
 
 def default_directory() -> Path:
     """PENSTOCK_CACHE, else penstock/profiles in XDG_CACHE_HOME or in ~/.cache."""
-    if directory := os.environ.get(VARIABLE):
+    if directory := os.environ.get(CACHE_VARIABLE):
         return Path(directory)
     cache_home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(cache_home) if os.path.isabs(cache_home) else Path(os.path.expanduser("~")) / ".cache"

@@ -47,7 +47,7 @@ def memory_of(visited: NodeVisit) -> Memory:
     with AllocationTracker() as tracker:
         # Copies that share memory where the values do, so that the tracker shows which of them are held.
         copies: dict[int, Tensor] = {}
-        given = {n: _copied(v, copies) if isinstance(v, Tensor) else v for n, v in visited.values.items()}
+        given = {n: _copy_storage_once(v, copies) if isinstance(v, Tensor) else v for n, v in visited.values.items()}
         copies.clear()  # they would keep memory alive that the node frees
         prepared = visited.subject.prepare_node(visited.node.name, given, True)
         incoming = {name: tracker.number(value) for name, value in given.items()}
@@ -79,7 +79,7 @@ def memory_of(visited: NodeVisit) -> Memory:
     )
 
 
-def _copied(value: Tensor, copies: dict[int, Tensor]) -> Tensor:
+def _copy_storage_once(value: Tensor, copies: dict[int, Tensor]) -> Tensor:
     if value.layout is not torch.strided:
         return _started(value.detach().clone()) if value.requires_grad else value.detach().clone()
     storage = value.untyped_storage()

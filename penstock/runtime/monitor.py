@@ -27,7 +27,7 @@ from penstock.launch import (
     sync_point_code,
 )
 
-VARIABLE = "PENSTOCK_WATCH"
+WATCH_VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0
 """minimum deadline of a first step while ranks record the model, compile the program and select kernels"""
 _POLL_SECONDS = 0.2
@@ -63,7 +63,7 @@ class RankMonitor:
         # A wait of NCCL belongs to the stream of its thread.
         self._can_wait_in_thread = (backend or dist.get_backend()) == "gloo"
         self._set_deadline(is_first=True)
-        if os.environ.get(VARIABLE, "1") != "0":
+        if os.environ.get(WATCH_VARIABLE, "1") != "0":
             self._watcher.start()
             weakref.finalize(self, self._watcher.stop)
 

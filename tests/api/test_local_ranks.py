@@ -30,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path) -> list[int]:
         return FOUND, True
 
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setenv(local_ranks.VARIABLE, "1")
+    monkeypatch.setenv(local_ranks.MEASURE_RANKS_VARIABLE, "1")
     monkeypatch.setattr(local_ranks, "_measure_ranks", measure)
     monkeypatch.setattr(local_ranks, "num_cores", lambda: 64)
     return times

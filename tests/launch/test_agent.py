@@ -34,9 +34,9 @@ def orphan(directory: Path, environment: dict[str, str]) -> int:
     ("environment", "ends"),
     [
         ({}, False),  # as under nohup, setsid, or in a closed terminal
-        ({agent.VARIABLE: "1"}, True),
+        ({agent.PARENT_VARIABLE: "1"}, True),
         ({"TORCHELASTIC_RUN_ID": "x"}, True),
-        ({"TORCHELASTIC_RUN_ID": "x", agent.VARIABLE: "0"}, False),
+        ({"TORCHELASTIC_RUN_ID": "x", agent.PARENT_VARIABLE: "0"}, False),
     ],
 )
 def test_a_process_ends_with_its_parent_only_if_that_supervises_it(
