@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 import penstock
 from benchmarks.hosts import NoHostsError, run_on_hosts
-from benchmarks.sleeping import SIZE, PacedBlock
+from benchmarks.sleeping import SIZE, PacedBlock, with_awake_cores
 from benchmarks.table import Line, Table
 from penstock.ir import Schedule, StageCosts, StateBytes
 
@@ -108,7 +108,7 @@ def replicas(tasks: Sequence[Task] = TASKS) -> Table:
                 yield Line((task.name, *[""] * 4, "longer", f"{ratio:.3f}"), ratio, _TARGET, at_least=False)
 
     columns = ("setting", "compute", "link", "simulated", "measured", "against", "ratio")
-    return Table("two replicas over 200 Mbit/s, seconds per step; median", columns, lines())
+    return Table("two replicas over 200 Mbit/s, seconds per step; median", columns, with_awake_cores(lines()))
 
 
 def measure_steps(task: Task, mesh: DeviceMesh) -> list[float]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from benchmarks.sleeping import SIZE, SleepingBlock
+from benchmarks.sleeping import SIZE, SleepingBlock, with_awake_cores
 from benchmarks.table import Line, Table
 from benchmarks.timing import combine_ranks, load_average, run_interleaved
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
@@ -76,7 +76,11 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
         yield Line(("median", "", "", load_average(), f"{middle:.2%}"), middle, _SLEEPING_ERROR, at_least=False)
 
     columns = ("plan", "predicted", "measured", "load", "error")
-    return Table(f"seconds of a step, sleeping blocks, {count} random plans; least of {times} steps", columns, lines())
+    return Table(
+        f"seconds of a step, sleeping blocks, {count} random plans; least of {times} steps",
+        columns,
+        with_awake_cores(lines()),
+    )
 
 
 def computing(
@@ -136,7 +140,7 @@ def against_torch(
 
     columns = ("torch's", "predicted", "auto", "torch", "load", "ratio")
     title = f"{layers} sleeping layers and a head worth {head}, {ranks} ranks, seconds of a step"
-    return Table(f"{title}; least of {times} steps", columns, lines())
+    return Table(f"{title}; least of {times} steps", columns, with_awake_cores(lines()))
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:

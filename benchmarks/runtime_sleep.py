@@ -8,7 +8,8 @@ a step takes beyond its simulation is overhead of the runtime. Measured, interle
 - torch.distributed.pipelining over gloo, with the same stages in the same order ("torch")
 - the passes of each rank without any message ("alone"). A sleep takes longer than requested, by about 0.1 ms and more
   on a busy machine. No runtime can avoid that, so the step is also compared with a simulation whose passes take as long
-  as they took alone. For 2 ms passes that comparison has the target.
+  as they took alone. For 2 ms passes that comparison has the target. Cores that halt would add more, so they are kept
+  awake.
 - for one stage per rank with full backwards, a minimal loop over isend and irecv ("bare"), whose CPU time is that of
   the messages
 
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from benchmarks.bare import BareLoop
-from benchmarks.sleeping import SIZE, SleepingBlock, costs, without_sleep
+from benchmarks.sleeping import SIZE, SleepingBlock, costs, with_awake_cores, without_sleep
 from benchmarks.table import Line, Table
 from benchmarks.timing import Calls, RankTiming, StepTiming, combine_ranks, load_average, run_interleaved
 from benchmarks.torch_pipeline import TorchPipeline
@@ -111,7 +112,9 @@ def sleeping(setting: Setting, names: tuple[str, ...] = SCHEDULES) -> Table:
     columns = ("schedule", "simulated", "ours", "torch", "load", "against", "ratio")
     title = f"sleeping stages, {setting.ranks} ranks, {setting.microbatches} microbatches, {setting.unit * 1e3:g} ms"
     cpu = "; CPU time per pass" if setting.has_cpu else ""
-    return Table(f"{title} per pass; seconds per step, minimum of {setting.times}{cpu}", columns, lines())
+    return Table(
+        f"{title} per pass; seconds per step, minimum of {setting.times}{cpu}", columns, with_awake_cores(lines())
+    )
 
 
 def _step_lines(name: str, measurement: Measurement, setting: Setting) -> Iterator[Line]:
@@ -150,7 +153,8 @@ def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Tab
             yield _line((name, f"{plain:.4f}", f"{recorded:.4f}", load_average()), recorded / plain, _RECORD_TARGET)
 
     columns = ("schedule", "plain", "recorded", "load", "ratio")
-    return Table(f"sleeping stages with record=True; seconds per step, minimum of {setting.times}", columns, lines())
+    title = f"sleeping stages with record=True; seconds per step, minimum of {setting.times}"
+    return Table(title, columns, with_awake_cores(lines()))
 
 
 def measure(name: str, setting: Setting, run_rank: Callable[..., Any] | None = None) -> Measurement:

@@ -1,7 +1,10 @@
 """Modules whose passes sleep instead of computing, so that more ranks than cores run in parallel."""
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from benchmarks.table import Line
 from penstock.ir import StageCosts
 
 SIZE = 4
@@ -25,6 +29,27 @@ def without_sleep() -> Iterator[None]:
         yield
     finally:
         _scale = 1.0
+
+
+_BUSY_LOOP = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
+
+
+def with_awake_cores(lines: Iterable[Line]) -> Iterator[Line]:
+    """Measures the lines of a table while the cores of this machine are kept from halting.
+
+    A halted core of a virtual machine takes 0.1 ms to several ms to wake up, which is then part of every pass and of
+    every message, whichever runtime is measured. A busy process per core prevents that. Its priority is SCHED_IDLE: it
+    runs only while its core has nothing else to do. Do not use it for passes that compute: if two cores are
+    hyperthreads of one, a busy loop on one of them slows down the other.
+    """
+    num_loops = len(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else 0
+    loops = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(num_loops)]
+    try:
+        yield from lines
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 _ANCHOR = torch.zeros(0, requires_grad=True)
