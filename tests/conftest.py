@@ -6,7 +6,9 @@ import gc
 import importlib
 import logging
 import os
+import random
 import shutil
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -103,6 +105,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed all generators, so that no model depends on the tests that ran before in this process."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
