@@ -19,6 +19,7 @@ from penstock.capture import DrawSeed, call_hook
 from penstock.errors import PenstockError, RunError
 from penstock.ir import ComputeAction, Message, Overlap, decode_one
 from penstock.loss import ADDED_COLLECTOR, Added
+from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.monitor import RankMonitor
@@ -97,6 +98,8 @@ class PassRunner(Protocol):
 
     has_replicas: bool
     """whether gradients are averaged over replicas after the last backward of a stage"""
+    fsdp: FsdpStages
+    """the stages whose parameters are gathered before their passes and sharded afterwards"""
 
     def forward(self, stage_pass: StagePass) -> None:
         """Run the forward of a stage."""
@@ -107,17 +110,8 @@ class PassRunner(Protocol):
     def weight_grad(self, stage_pass: StagePass) -> None:
         """Compute the weight gradients of a split backward."""
 
-    def can_split(self, stage: int) -> bool:
-        """Whether the backward of a stage may be split."""
-
     def reduce(self, stage: int) -> None:
-        """Average the gradients of a stage over the replicas."""
-
-    def unshard(self, stage: int) -> None:
-        """Start gathering the parameters of a stage."""
-
-    def reshard(self, stage: int) -> None:
-        """Keep only this rank's shard of a stage's parameters."""
+        """Start averaging the gradients of a stage over the replicas, after its last microbatch."""
 
     def clear(self) -> None:
         """Drop what a failed step has left."""
@@ -128,7 +122,7 @@ class StageRunner:
 
     def __init__(self, model_part: ModelPart, last_stage: int, loss_head: LossHead) -> None:
         self._model_part, self._last_stage, self._loss_head = model_part, last_stage, loss_head
-        self.has_replicas = model_part.groups.num_replicas > 1
+        self.has_replicas, self.fsdp = model_part.groups.num_replicas > 1, model_part.fsdp
         self.step: Step | None = None
         self.probe: NonfiniteProbe | None = None
         """set while a step is run again to find where NaN or Inf came from"""
@@ -142,8 +136,8 @@ class StageRunner:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._model_part.fsdp.modules:
-            self._model_part.fsdp.wait(stage)
+        if stage in self.fsdp.modules:
+            self.fsdp.wait(stage)
         incoming: dict[str, Any] = {}
         for names, slot in stage_pass.incoming:
             incoming.update(zip(names, slot.take(), strict=True))
@@ -193,8 +187,8 @@ class StageRunner:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
-        if stage in self._model_part.fsdp.modules:
-            self._model_part.fsdp.before_backward(stage)
+        if stage in self.fsdp.modules:
+            self.fsdp.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
             # Ignored by stages that added no loss: they have no such root.
@@ -227,21 +221,9 @@ class StageRunner:
         if run is not None:
             run.weight_grad()
 
-    def can_split(self, stage: int) -> bool:
-        """Whether backward may be split: not in a stage with FSDP, which reduces gradients at the end of backward."""
-        return stage not in self._model_part.fsdp.modules
-
     def reduce(self, stage: int) -> None:
         """Start averaging the gradients of the stage over the replicas, after its last microbatch."""
         self._model_part.replicas.start(stage)
-
-    def unshard(self, stage: int) -> None:
-        """Start gathering the parameters of the stage."""
-        self._model_part.fsdp.unshard(stage)
-
-    def reshard(self, stage: int) -> None:
-        """Keep only this rank's shard of the stage's parameters."""
-        self._model_part.fsdp.reshard(stage)
 
     def clear(self) -> None:
         """Drop the forwards that a failed step has left."""

@@ -217,7 +217,8 @@ class _RankCompiler:
             (action.stage, action.microbatch)
             for action, following in pairwise((*self._actions, None))
             if isinstance(action, InputGrad)
-            and runner.can_split(action.stage)
+            # FSDP reduces gradients at the end of backward.
+            and action.stage not in runner.fsdp.modules
             # Directly followed by its weight gradient, one full backward does both. With a message in between the
             # split stays, so that the gradient leaves before the weight gradient is computed.
             and following != WeightGrad(action.stage, action.microbatch)
@@ -286,8 +287,8 @@ class _RankCompiler:
             if action.kind is Kind.FREE or (action.kind is Kind.REDUCE and not runner.has_replicas):
                 # Free is a no-op here: activations were released by the last backward.
                 return CompiledAction(code)
-            run = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.unshard, Kind.RESHARD: runner.reshard}[action.kind]
-            return CompiledAction(code, partial(run, action.stage))
+            runs = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.fsdp.unshard, Kind.RESHARD: runner.fsdp.reshard}
+            return CompiledAction(code, partial(runs[action.kind], action.stage))
         passes = [self._pass(each) for each in action.parts]
         calls = [partial(self._method(each), stage_pass) for each, stage_pass in zip(action.parts, passes, strict=True)]
         recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot))

@@ -195,10 +195,6 @@ class UserStageRunner:
         if compute is not None:
             compute()
 
-    def can_split(self, stage: int) -> bool:
-        """Whether backward may be split: not in a stage with FSDP, which reduces gradients at the end of backward."""
-        return stage not in self.fsdp.modules
-
     def reduce(self, stage: int) -> None:
         """Start averaging the gradients of modules wrapped in DistributedDataParallel, after the last microbatch."""
         for module in self._replicated.get(stage, ()):
@@ -206,14 +202,6 @@ class UserStageRunner:
             groups = ProcessGroups(0, 1, group, replicas=group, monitor=self._groups.monitor)
             self._reducers.append(ReplicaReducer(groups, {stage: list(module.module.parameters())}))
             self._reducers[-1].start(stage)
-
-    def unshard(self, stage: int) -> None:
-        """Start gathering the parameters of the stage."""
-        self.fsdp.unshard(stage)
-
-    def reshard(self, stage: int) -> None:
-        """Keep only this rank's shard of the stage's parameters."""
-        self.fsdp.reshard(stage)
 
     def begin(self, is_training: bool, num_microbatches: int) -> None:
         """Prepare a step."""

@@ -1,5 +1,6 @@
 """Send and receive slots hold memory only as long as they need it."""
 
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -18,6 +19,7 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
+        self.buffers: list[weakref.ref[Tensor]] = []
         self.is_down = False
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> "Work":
@@ -25,6 +27,7 @@ class FakeGroup:
         return Work(self, None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> "Work":
+        self.buffers.append(weakref.ref(tensors[0]))
         return Work(self, tensors[0])
 
 
@@ -66,31 +69,41 @@ VALUE = TensorSpec((2, 3), "float64", requires_grad=True)
 
 
 def test_a_sent_tensor_is_held_without_its_graph_until_it_is_released() -> None:
-    send_slot = DistributedTransport(FakeGroup(), HOST, FakeMonitor()).send_slot(route(VALUE))
+    group = FakeGroup()
+    send_slot = DistributedTransport(group, HOST, FakeMonitor()).send_slot(route(VALUE))
     made = torch.ones(2, 3, dtype=torch.float64, requires_grad=True) * 2
+    made_reference = weakref.ref(made)
     send_slot.put([made])
     send_slot.send()
-    (held,) = send_slot.held
-    assert held.data_ptr() == made.data_ptr()
-    assert held.grad_fn is None
+    (sent,) = group.sent
+    assert sent.data_ptr() == made.data_ptr()
+    assert sent.grad_fn is None
+    reference = weakref.ref(sent)
+    group.sent.clear()
+    del sent, made
+    assert made_reference() is None
+    assert reference() is not None
     send_slot.release()
-    assert send_slot.held == []
+    assert reference() is None
 
 
 def test_a_receive_buffer_is_allocated_by_post_and_dropped_by_take() -> None:
     group = FakeGroup()
     recv_slot = DistributedTransport(group, HOST, FakeMonitor()).recv_slot(route(VALUE))
-    assert recv_slot.held == []
+    assert group.buffers == []
     recv_slot.post()
-    assert [tuple(buffer.shape) for buffer in recv_slot.held] == [(2, 3)]
+    (buffer,) = group.buffers
+    assert buffer() is not None
+    assert buffer().shape == (2, 3)
     group.sent.append(torch.full((2, 3), 5.0, dtype=torch.float64))
     recv_slot.wait()
-    assert recv_slot.held == []
     (value,) = recv_slot.take()
     assert value is not None
     assert value.requires_grad
     assert value.tolist() == [[5.0] * 3] * 2
     assert list(recv_slot.take()) == []
+    del value
+    assert buffer() is None
 
 
 def test_a_gradient_requires_no_gradient_and_is_zero_if_it_was_not_computed() -> None:
@@ -146,12 +159,18 @@ def test_complex_and_transposed_values_arrive_with_their_memory_layout() -> None
 
 
 def test_after_a_failure_nothing_is_held() -> None:
-    transport = DistributedTransport(FakeGroup(), HOST, FakeMonitor())
+    group = FakeGroup()
+    transport = DistributedTransport(group, HOST, FakeMonitor())
     send_slot, recv_slot = transport.send_slot(route(VALUE)), transport.recv_slot(route(VALUE))
-    send_slot.put([torch.ones(2, 3, dtype=torch.float64)])
+    tensors = [torch.ones(2, 3, dtype=torch.float64) for _ in range(2)]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    send_slot.put([tensors.pop()])
     send_slot.send()
-    send_slot.put([torch.ones(2, 3, dtype=torch.float64)])
+    group.sent.clear()
+    send_slot.put([tensors.pop()])
     recv_slot.post()
+    references += group.buffers
+    assert all(reference() is not None for reference in references)
     send_slot.clear()
     recv_slot.clear()
-    assert send_slot.held == recv_slot.held == []
+    assert all(reference() is None for reference in references)

@@ -129,16 +129,17 @@ def apply_flags(codecs: Sequence[TensorCodec], tensors: Tensors, flags: Sequence
 class SendSlot(ABC):
     """The sending end of a message, prepared once and used in every step: `put`, `send`, then `release` or `finish`."""
 
-    __slots__ = ("route",)
+    __slots__ = ("_tensors", "route")
     is_held = True
     """whether the message stays in this rank's memory after `send`, so that `release` has something to free"""
 
     def __init__(self, route: Route) -> None:
         self.route = route
+        self._tensors: Tensors = ()
 
-    @abstractmethod
     def put(self, tensors: Tensors) -> None:
         """Store the tensors that `send` will send."""
+        self._tensors = tensors
 
     @abstractmethod
     def send(self) -> None:
@@ -152,23 +153,19 @@ class SendSlot(ABC):
     def finish(self) -> None:
         """Wait until the message has arrived, unless it was released."""
 
-    @property
-    @abstractmethod
-    def held(self) -> list[Tensor]:
-        """The tensors that are in memory because of this message."""
-
-    @abstractmethod
     def clear(self) -> None:
         """Drop the message without waiting, after a failure."""
+        self._tensors = ()
 
 
 class RecvSlot(ABC):
     """The receiving end of a message, prepared once and used in every step: `post`, `wait`, `take`."""
 
-    __slots__ = ("route",)
+    __slots__ = ("received", "route")
 
     def __init__(self, route: Route) -> None:
         self.route = route
+        self.received: Tensors | None = None
 
     @abstractmethod
     def post(self) -> None:
@@ -183,18 +180,14 @@ class RecvSlot(ABC):
     def wait(self) -> None:
         """Wait until the message has arrived."""
 
-    @abstractmethod
     def take(self) -> Tensors:
         """The received tensors, once they were waited for; the slot keeps no reference."""
+        received, self.received = self.received, None
+        return received or ()
 
-    @property
-    @abstractmethod
-    def held(self) -> list[Tensor]:
-        """The buffers of a message that was not waited for yet."""
-
-    @abstractmethod
     def clear(self) -> None:
         """Drop the message, after a failure."""
+        self.received = None
 
 
 class Transport(ABC):

@@ -18,7 +18,7 @@ from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import HOST, to_device, to_host
-from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors
+from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec
 from penstock.runtime.transports.distributed import WorkSendSlot, WorkTransport
 
 HEADER_BYTES = 4096
@@ -69,13 +69,11 @@ class _SendSlot(WorkSendSlot):
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_buffers", "_codecs", "_header", "_header_work", "_received", "_transport", "_works")
+    __slots__ = ("_buffers", "_codecs", "_header", "_header_work", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DescribedTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self._header: Tensor | None = None
-        self._header_work: Any = None
         self.clear()
 
     def post(self) -> None:
@@ -93,7 +91,7 @@ class _RecvSlot(RecvSlot):
             transport.posted[peer].popleft().post_content()
         transport.wait(self._works, self.route)
         device, pairs = transport.device, zip(self._codecs, self._buffers, strict=True)
-        self._received = [None if codec is None else codec.unpack(to_device(buffer, device)) for codec, buffer in pairs]
+        self.received = [None if codec is None else codec.unpack(to_device(buffer, device)) for codec, buffer in pairs]
         self._works, self._buffers, self._codecs = [], [], []
 
     def post_content(self) -> None:
@@ -112,20 +110,13 @@ class _RecvSlot(RecvSlot):
             if codec is not None and not codec.is_empty:
                 self._works.append(self._transport.group.recv([buffer], self.route.peer, _CONTENT_TAG))
 
-    def take(self) -> Tensors:
-        received, self._received = self._received, []
-        return received
-
-    @property
-    def held(self) -> list[Tensor]:
-        return self._buffers
-
     def clear(self) -> None:
-        self._header, self._header_work = None, None
+        super().clear()
+        self._header: Tensor | None = None
+        self._header_work: Any = None
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
         self._codecs: list[TensorCodec | None] = []
-        self._received: list[Tensor | None] = []
 
 
 def _header(specs: Sequence[TensorSpec | None], call: int, key: MessageKey) -> Tensor:

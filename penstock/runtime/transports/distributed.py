@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import HOST, is_staged, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
-from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport, apply_flags, flags_of
+from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Transport, apply_flags, flags_of
 
 
 class WorkTransport(Transport):
@@ -31,17 +31,13 @@ class WorkTransport(Transport):
 class WorkSendSlot(SendSlot):
     """Holds the tensors of a message until their sends are done: gloo reads from their memory until then."""
 
-    __slots__ = ("_packed", "_tensors", "_transport", "_works")
+    __slots__ = ("_packed", "_transport", "_works")
 
     def __init__(self, route: Route, transport: WorkTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self._tensors: Tensors = ()
         self._packed: list[Tensor] = []
         self._works: list[Any] = []
-
-    def put(self, tensors: Tensors) -> None:
-        self._tensors = tensors
 
     def release(self) -> None:
         # A send that was never waited for may be lost, so this waits, which takes no time for one that has arrived.
@@ -53,12 +49,9 @@ class WorkSendSlot(SendSlot):
             self._transport.monitor.waiting(self.route.code, self.route.peer)
             self.release()
 
-    @property
-    def held(self) -> list[Tensor]:
-        return [*self._packed, *(tensor for tensor in self._tensors if tensor is not None)]
-
     def clear(self) -> None:
-        self._tensors, self._works, self._packed = (), [], []
+        super().clear()
+        self._works, self._packed = [], []
 
 
 class DistributedTransport(WorkTransport):
@@ -120,7 +113,7 @@ class _SendSlot(WorkSendSlot):
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_buffers", "_device", "_flags", "_has_flags", "_received", "_transport", "_works")
+    __slots__ = ("_buffers", "_device", "_flags", "_has_flags", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
@@ -129,7 +122,6 @@ class _RecvSlot(RecvSlot):
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
         self._flags: Tensor | None = None
-        self._received: list[Tensor | None] = []
 
     def post(self) -> None:
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
@@ -148,19 +140,14 @@ class _RecvSlot(RecvSlot):
         codecs, buffers = self.route.codecs, self._buffers
         if self._transport.is_staged:
             buffers = [to_device(buffer, self._transport.device) for buffer in buffers]
+        received: list[Tensor | None] = []
         for codec, buffer in zip(codecs, buffers, strict=True):
-            self._received.append(codec.unpack(buffer))
+            received.append(codec.unpack(buffer))
         if self._flags is not None:
-            self._received = apply_flags(codecs, self._received, self._flags.tolist())
+            received = apply_flags(codecs, received, self._flags.tolist())
+        self.received = received
         self._works, self._buffers, self._flags = [], [], None
 
-    def take(self) -> Tensors:
-        received, self._received = self._received, []
-        return received
-
-    @property
-    def held(self) -> list[Tensor]:
-        return self._buffers
-
     def clear(self) -> None:
-        self._works, self._buffers, self._received, self._flags = [], [], [], None
+        super().clear()
+        self._works, self._buffers, self._flags = [], [], None

@@ -37,15 +37,11 @@ class LocalTransport(Transport):
 
 
 class _SendSlot(SendSlot):
-    __slots__ = ("_tensors", "_transport")
+    __slots__ = ("_transport",)
 
     def __init__(self, route: Route, transport: LocalTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self._tensors: Tensors = ()
-
-    def put(self, tensors: Tensors) -> None:
-        self._tensors = tensors
 
     def send(self) -> None:
         # Packed and unpacked as between processes, so that layouts and checks are the same.
@@ -64,13 +60,6 @@ class _SendSlot(SendSlot):
 
     def finish(self) -> None:
         """No-op: `send` has delivered the message."""
-
-    @property
-    def held(self) -> list[Tensor]:
-        return [tensor for tensor in self._tensors if tensor is not None]
-
-    def clear(self) -> None:
-        self._tensors = ()
 
 
 class _RecvSlot(RecvSlot):
@@ -92,10 +81,3 @@ class _RecvSlot(RecvSlot):
 
     def take(self) -> Tensors:
         return self._transport.queue(self.route).popleft()
-
-    @property
-    def held(self) -> list[Tensor]:
-        return []
-
-    def clear(self) -> None:
-        """No-op: the transport drops all messages at once."""

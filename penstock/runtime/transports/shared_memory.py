@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -329,17 +328,13 @@ class _RingReceiver:
 
 class _SendSlot(SendSlot):
     is_held = False
-    __slots__ = ("_layout", "_message", "_monitor", "_sender", "_tag", "_tensors")
+    __slots__ = ("_layout", "_message", "_monitor", "_sender", "_tag")
 
     def __init__(self, route: Route, sender: _RingSender, monitor: RankMonitor) -> None:
         super().__init__(route)
         self._sender, self._monitor, self._layout, self._tag = sender, monitor, sender.layout(route), route.tag
-        self._tensors: Tensors = ()
         self._message: _Message | None = None
         """the message if it does not fit into the ring"""
-
-    def put(self, tensors: Tensors) -> None:
-        self._tensors = tensors
 
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
@@ -360,23 +355,18 @@ class _SendSlot(SendSlot):
             except RuntimeError as error:
                 raise self._monitor.message_error(self.route.code, self.route.peer, error) from error
 
-    @property
-    def held(self) -> list[Tensor]:
-        packed = [] if self._message is None else [part for _, part in self._message.parts]
-        return [*packed, *(tensor for tensor in self._tensors if tensor is not None)]
-
     def clear(self) -> None:
-        self._tensors, self._message = (), None
+        super().clear()
+        self._message = None
         self._sender.clear()
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_receiver", "layout", "received")
+    __slots__ = ("_receiver", "layout")
 
     def __init__(self, route: Route, receiver: _RingReceiver) -> None:
         super().__init__(route)
         self._receiver, self.layout = receiver, receiver.layout(route)
-        self.received: Sequence[Tensor | None] | None = None
 
     def post(self) -> None:
         self._receiver.posted.append(self)
@@ -388,16 +378,8 @@ class _RecvSlot(RecvSlot):
             except RuntimeError as error:
                 raise self._receiver.error(self.route, error) from error
 
-    def take(self) -> Tensors:
-        received, self.received = self.received, None
-        return received or ()
-
-    @property
-    def held(self) -> list[Tensor]:
-        return []
-
     def clear(self) -> None:
-        self.received = None
+        super().clear()
         self._receiver.clear()
 
 
