@@ -159,7 +159,7 @@ def _planning_seconds(pipe: penstock.Pipeline, batch: Batch) -> float:
         return call
 
     with (
-        mock.patch.object(engine, "_find_padding", timed(engine._find_padding)),
+        mock.patch.object(engine._tokens, "padding", timed(engine._tokens.padding)),
         mock.patch.object(engine._tokens, "microbatches", timed(engine._tokens.microbatches)),
         mock.patch.object(engine._compiler, "compile", timed(engine._compiler.compile)),
     ):

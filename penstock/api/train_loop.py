@@ -368,7 +368,7 @@ class _Loop:
         if pipe.num_replicas == 1:
             return call
         if is_compared:
-            content = float(checksum([dict(named_leaves((call.args, call.kwargs, call.target), "batch"))]))
+            content = float(checksum(dict(named_leaves((call.args, call.kwargs, call.target), "batch"))))
             largest, smallest = pipe.largest(content, -content)
             if largest != -smallest:
                 hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"

@@ -150,7 +150,7 @@ def _different_models(first: str, other: str, kind: str, ranks: tuple[int, int])
 # Batches
 
 
-def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -> int:
+def checksum(values: Mapping[str, object], step: int | None = None) -> int:
     """A number that differs, almost certainly, if a tensor entry or plain value differs.
 
     Never 0, which stands for batches that are not compared. With `step`, large tensors are sampled: different entries
@@ -158,33 +158,32 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
     on the CPU, entries are used in every tenth step, and otherwise shape and dtype only.
     """
     total = 0
-    for batch in batches:
-        for name, leaf in batch.items():
-            if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-                leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
-            if isinstance(leaf, Tensor):
-                spec = (name, leaf.dtype, leaf.shape)
-                crc = _spec_crcs.get(spec)
-                if crc is None:
-                    if len(_spec_crcs) >= _MAX_SPECS:
-                        _spec_crcs.clear()
-                    crc = _spec_crcs[spec] = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
-                is_host = leaf.device.type == "cpu"
-                if step is None or is_host or step % _DEVICE_INTERVAL == 0:
-                    entries = leaf.detach() if leaf.requires_grad else leaf
-                    if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
-                        number = step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL)
-                        entries = sample(entries, _NUM_SAMPLED, number)
-                    has_numpy_view = is_host and entries.is_contiguous() and entries.dtype in NUMPY_DTYPES
-                    if not has_numpy_view or entries.is_neg():  # numpy() refuses a negated view
-                        entries = as_bytes(entries.cpu())
-                    crc = zlib.crc32(entries.numpy(), crc)
-            elif type(leaf) in _PLAIN:
-                crc = zlib.crc32(f"{name} {leaf!r}".encode())
-            else:
-                continue
-            # A sum, as ranks may pass arguments by name in different orders.
-            total += crc
+    for name, leaf in values.items():
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+        if isinstance(leaf, Tensor):
+            spec = (name, leaf.dtype, leaf.shape)
+            crc = _spec_crcs.get(spec)
+            if crc is None:
+                if len(_spec_crcs) >= _MAX_SPECS:
+                    _spec_crcs.clear()
+                crc = _spec_crcs[spec] = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+            is_host = leaf.device.type == "cpu"
+            if step is None or is_host or step % _DEVICE_INTERVAL == 0:
+                entries = leaf.detach() if leaf.requires_grad else leaf
+                if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
+                    number = step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL)
+                    entries = sample(entries, _NUM_SAMPLED, number)
+                has_numpy_view = is_host and entries.is_contiguous() and entries.dtype in NUMPY_DTYPES
+                if not has_numpy_view or entries.is_neg():  # numpy() refuses a negated view
+                    entries = as_bytes(entries.cpu())
+                crc = zlib.crc32(entries.numpy(), crc)
+        elif type(leaf) in _PLAIN:
+            crc = zlib.crc32(f"{name} {leaf!r}".encode())
+        else:
+            continue
+        # A sum, as ranks may pass arguments by name in different orders.
+        total += crc
     return total & 0xFFFFFFFF or 1
 
 
@@ -203,7 +202,7 @@ def describe_batch(leaves: Mapping[str, object]) -> dict[str, list[Any]]:
     """By name: the shape and dtype of a tensor, the checksum of all entries, and the first entries as text."""
     found: dict[str, list[Any]] = {}
     for name, leaf in leaves.items():
-        content = checksum([{name: leaf}])
+        content = checksum({name: leaf})
         if isinstance(leaf, Tensor):
             entries = leaf.detach().flatten()[:_NUM_SHOWN].cpu().tolist()
             found[name] = [str(spec_of(leaf)), content, [str(entry) for entry in entries]]

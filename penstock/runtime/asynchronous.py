@@ -21,7 +21,7 @@ from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
-from penstock.runtime.engine import Engine, generators_restored, has_graph, mix_seed, step_options
+from penstock.runtime.engine import Engine, generators_restored, has_graph, step_options
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -400,30 +400,19 @@ class AsyncEngine(Engine):
                 ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
             )
-        seed = self._seed = mix_seed(self._options.seed, step_number, groups.replica)
+        step = self._new_step(step_number, True, scale=scale)
         batch = self._target_as_argument(batch)
-        microbatches, recordings, inputs = self._split_batch(batch)
-        edges = self._edges(recordings)
+        self._split_batch(batch, step)
+        step.mean_size = float(sum(microbatch.size for microbatch in step.microbatches))
+        edges = self._edges(step.recordings)
         cuts = self._compiler.cuts(edges)
         if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
             raise RunError(
                 "stages must exchange the same values for all batches between two drains", hint="pipe.drain() before"
             )
         self._stream = stream = self._stream_of(cuts)
-        size = float(sum(microbatch.size for microbatch in microbatches))
-        step = Step(
-            microbatches,
-            recordings,
-            True,
-            number=step_number,
-            inputs=inputs,
-            seed=seed,
-            mean_size=size,
-            scale=scale,
-            gradient_scale=scale,
-        )
-        chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
-        num_backwards_left = dict.fromkeys(self._model_part.stages, len(microbatches))
+        chunk, is_new = self._chunk(stream, sum(self._counts), step.recordings)
+        num_backwards_left = dict.fromkeys(self._model_part.stages, len(step.microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(step_number), num_backwards_left)
         batch_checksum, leaves = (
             (0, {}) if groups.is_local else self._comparison.checksum(batch, SyncRequest("step", step_number))

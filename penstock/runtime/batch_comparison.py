@@ -41,14 +41,14 @@ class BatchComparison:
                 leaves[name] = value
             else:
                 leaves.update(named_leaves(value, name))
-        return checksum([leaves], step if step % every else None), leaves
+        return checksum(leaves, step if step % every else None), leaves
 
     def target_checksum(self, batch: Batch, request: SyncRequest) -> int:
         """A checksum of the target, or of some of its entries; 0 without a target, or if batches are not compared."""
         if batch.target is None or not self._every:
             return 0
         sampled_step = request.step if request.step % self._every else None
-        return checksum([dict(named_leaves(batch.target, TARGET))], sampled_step)
+        return checksum(dict(named_leaves(batch.target, TARGET)), sampled_step)
 
     def compare_tensor_ranks(self, batch: Batch, request: SyncRequest, sync: RankSync, groups: ProcessGroups) -> None:
         """Raise an error, on every rank, if the tensor-parallel pipelines of a replica were given different batches.
@@ -64,7 +64,7 @@ class BatchComparison:
                     name: f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf
                     for name, leaf in named_leaves(tuple(batch), "batch")
                 }
-                batch_checksum = checksum([leaves])
+                batch_checksum = checksum(leaves)
         result = sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
         for index, own_sums in enumerate(result.sums_by_pipeline):
             first = index - index % groups.num_tensor_ranks

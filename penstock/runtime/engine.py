@@ -19,10 +19,8 @@ from penstock.batches import (
     Batch,
     BatchSplitter,
     Microbatch,
-    Padding,
     Split,
     explain_failure,
-    find_padding,
     microbatch_kinds,
 )
 from penstock.capture import LruCache, Recording, is_inexact, set_mode
@@ -46,10 +44,10 @@ from penstock.runtime.host_memory import read_scalars
 from penstock.runtime.inputs import BatchSender, PassedArguments, has_batch, hinting_at_rank_0_arguments
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.nonfinite import NONFINITE_HINT, NonfiniteProbe, agree_on_origin
+from penstock.runtime.nonfinite import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
-from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, SplitBatch, Step, StepSnapshot
+from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
@@ -103,15 +101,7 @@ class Engine:
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._passed_arguments = PassedArguments(model_part.captured.model.forward)
         self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
-        self._tokens = TokenBudget(plan)
-        self._budget: int | None = None
-        """`budget_tokens` of the current step"""
-        self._padding: tuple[Batch, Padding] | None = None
-        """of the last batch with budget_tokens"""
-        self._seed = 0
-        """seed of the random numbers of the current step"""
-        self._min_recordings = 0
-        """how often all ranks record the model for the current step, if replicas share parameters"""
+        self._tokens = TokenBudget(plan, self._splitter)
         self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
         """by stage"""
         self._snapshot = StepSnapshot(
@@ -155,6 +145,7 @@ class Engine:
         """
         self.check_usable()
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
+        step = self._new_step(step_number, True, keeps_outputs, output_dims, scale, budget_tokens)
         # The token budget learns costs from timed steps.
         times_token_groups = budget_tokens is not None and self._tokens.is_measured
         boundary: list[tuple[Tensor, Tensor]] = []
@@ -164,7 +155,7 @@ class Engine:
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
-            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale, budget_tokens)
+            compiled = self._begin_step(step, batch, request)
             try:
                 times = self._run_training(step, compiled, is_timed or times_token_groups)
                 result = self._end_step(step, compiled, times)
@@ -218,13 +209,12 @@ class Engine:
         """Run the forward of one batch in eval mode, without gradients."""
         self.check_usable()
         request = SyncRequest("eval", step_number, step_options(keeps_outputs, False, 1.0, budget_tokens))
+        step = self._new_step(step_number, False, keeps_outputs, output_dims, budget_tokens=budget_tokens)
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
         with watched, torch.no_grad(), set_mode(self._model_part.captured.model, is_training=False):
-            step, compiled = self._begin_step(
-                batch, request, False, keeps_outputs, output_dims, budget_tokens=budget_tokens
-            )
+            compiled = self._begin_step(step, batch, request)
             self._execute(step, compiled, False)
             result = self._end_step(step, compiled, None)
             return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
@@ -236,14 +226,15 @@ class Engine:
         """
         self.check_usable()
         buffers = StepSnapshot((), (), True, self._model_part.written_buffers)
+        step = self._new_step(step_number, False, True, output_dims)
         with watch_step(self._groups.monitor, step_number, False, self._handle_failure), torch.no_grad():
-            step, compiled = self._begin_step(batch, SyncRequest("forward", step_number), False, True, output_dims)
+            compiled = self._begin_step(step, batch, SyncRequest("forward", step_number))
             buffers.take()
             try:
                 self._execute(step, compiled, False)
             finally:
                 buffers.restore()
-            return self._end_step(step, compiled, None), step.sizes
+            return self._end_step(step, compiled, None), tuple(microbatch.size for microbatch in step.microbatches)
 
     def _check_padding(self, batch: Batch, request: SyncRequest) -> Batch:
         """Check once for each kind of padding that the loss does not depend on it, so that it can be cut off.
@@ -262,7 +253,7 @@ class Engine:
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and has_batch(batch):
                 batch = self._target_as_argument(batch)
-                padding = self._find_padding(batch)
+                padding = self._tokens.padding(batch)
                 if padding.kind not in self._tokens.checked:
                     pair, kind = compared_batches(padding), padding.kind
         is_new = pair is not None
@@ -280,53 +271,36 @@ class Engine:
                 self._tokens.checked.add(kind)
         return batch
 
-    def _find_padding(self, batch: Batch) -> Padding:
-        """The lengths of the samples of a batch."""
-        if self._padding is None or self._padding[0] is not batch:
-            self._padding = batch, find_padding(self._splitter.whole(batch))
-        return self._padding[1]
-
-    def _begin_step(
+    def _new_step(
         self,
-        batch: Batch,
-        request: SyncRequest,
+        number: int,
         is_training: bool,
-        keeps_outputs: bool,
-        output_dims: OutputDims,
+        keeps_outputs: bool = False,
+        output_dims: OutputDims = None,
         scale: float = 1.0,
         budget_tokens: int | None = None,
-    ) -> tuple[Step, CompiledStep]:
-        """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
-        seed = self._seed = mix_seed(self._options.seed, request.step, self._groups.replica)
-        self._budget = budget_tokens
-        if budget_tokens is None:
-            self._padding = None
-        if self._sender is not None:
-            self._sender.sends_all = budget_tokens is not None
-        if self._groups.num_tensor_ranks > 1:
-            self._comparison.compare_tensor_ranks(batch, request, self._sync, self._groups)
-        self._min_recordings = 0
-        if self._model_part.replicas_share_parameters:
-            self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
-        if self._sender is None:
-            split, compiled, mean_size = self._begin_with_own_batch(batch, request, is_training)
-        else:
-            split, compiled, mean_size = self._begin_with_sent_batch(self._sender, batch, request, is_training)
-        scaler, (microbatches, recordings, inputs) = self._loss_head.scaler, split
-        step = Step(
-            microbatches,
-            recordings,
-            is_training,
-            number=request.step,
-            inputs=inputs,
+    ) -> Step:
+        scaler = self._loss_head.scaler
+        return Step(
+            is_training=is_training,
+            number=number,
+            seed=mix_seed(self._options.seed, number, self._groups.replica),
             keeps_outputs=keeps_outputs,
             output_dims=output_dims,
-            seed=seed,
-            mean_size=mean_size,
             scale=scale,
             gradient_scale=scale if scaler is None else scale * scaler.scale,
+            budget_tokens=budget_tokens,
         )
-        return step, compiled
+
+    def _begin_step(self, step: Step, batch: Batch, request: SyncRequest) -> CompiledStep:
+        """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
+        if self._groups.num_tensor_ranks > 1:
+            self._comparison.compare_tensor_ranks(batch, request, self._sync, self._groups)
+        if self._model_part.replicas_share_parameters:
+            self._agree_on_recording(step, batch, request)
+        if self._sender is None:
+            return self._begin_with_own_batch(step, batch, request)
+        return self._begin_with_sent_batch(self._sender, step, batch, request)
 
     def _target_as_argument(self, batch: Batch) -> Batch:
         """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
@@ -338,51 +312,50 @@ class Engine:
             raise RunError("a target needs a loss function or a model whose forward takes it", hint=hint)
         return Batch(args, {**kwargs, TARGET: target})
 
-    def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
+    def _microbatches(self, batch: Batch, budget_tokens: int | None) -> tuple[Microbatch, ...]:
         """The microbatches of a batch; raises an error if the stages cannot run."""
         if not self._model_part.has_weights or self._model_part.weights_error is not None:
             self._model_part.check_weights()
         for stage in self._model_part.stages.values():
             stage.check_state()
-        if self._budget is not None:
-            return self._tokens.microbatches(self._find_padding(batch), self._budget)
+        if budget_tokens is not None:
+            return self._tokens.microbatches(batch, budget_tokens)
         return self._splitter.split(batch, self._num_microbatches)
 
-    def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
-        """Split a batch into microbatches, and find the recording of each unless they are given."""
-        microbatches, captured = self._microbatches(batch), self._model_part.captured
+    def _split_batch(self, batch: Batch, step: Step, recordings: tuple[Recording, ...] | None = None) -> None:
+        """Fill a step with the microbatches of a batch, and with their recordings, which are found unless given."""
+        microbatches, captured = self._microbatches(batch, step.budget_tokens), self._model_part.captured
         arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
-        min_recordings, self._min_recordings = self._min_recordings, 0
+        min_recordings, step.min_recordings = step.min_recordings, 0
+        step.microbatches = microbatches
         if recordings is not None:
-            captured.record_again(arguments[0], self._seed, min_recordings)
-            inputs = tuple(captured.inputs(*each) for each in arguments)
-            return SplitBatch(microbatches, recordings, inputs)
+            captured.record_again(arguments[0], step.seed, min_recordings)
+            step.recordings, step.inputs = recordings, tuple(captured.inputs(*each) for each in arguments)
+            return
         try:
-            pairs = captured.recordings(arguments, self._seed, min_recordings, microbatch_kinds(microbatches))
+            pairs = captured.recordings(arguments, step.seed, min_recordings, microbatch_kinds(microbatches))
         except CaptureError as error:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
-        split = SplitBatch(microbatches, *zip(*pairs, strict=True))
-        if self._budget is not None:
-            refuse_added_losses(split.recordings)
-        return split
+        step.recordings, step.inputs = zip(*pairs, strict=True)
+        if step.budget_tokens is not None:
+            refuse_added_losses(step.recordings)
 
-    def _agree_on_recording(self, batch: Batch, request: SyncRequest, is_training: bool, finds_dims: bool) -> None:
+    def _agree_on_recording(self, step: Step, batch: Batch, request: SyncRequest) -> None:
         """Agree with all ranks on how often they record the model for this step: a batch may be new to some replicas.
 
         The model communicates with other replicas, for example to gather parameters, so none may record it alone.
-        `finds_dims`: the batch dimensions of the outputs are found by another recording, after the step.
         """
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
         with self._sync.errors_on_all_ranks(shapes):
             num_new, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and has_batch(batch):
-                microbatches = self._microbatches(self._target_as_argument(batch))
+                microbatches = self._microbatches(self._target_as_argument(batch), step.budget_tokens)
                 arguments = [(microbatch.args, microbatch.kwargs) for microbatch in microbatches]
-                num_new, count = self._model_part.captured.num_new(arguments, self._seed), len(microbatches)
+                num_new, count = self._model_part.captured.num_new(arguments, step.seed), len(microbatches)
         # Each number also negated, so that the maximum over the ranks gives the minimum.
         vote = SyncVote(maxes=(float(num_new), -float(num_new), float(count), -float(count)) if is_given else ())
         most, negated_fewest, most_microbatches, negated_microbatches = self._sync.exchange(shapes, vote).maxes
-        if not is_training and most_microbatches != -negated_microbatches:
+        if not step.is_training and most_microbatches != -negated_microbatches:
             # Every forward gathers parameters.
             raise RunError(
                 "replicas that share parameters must have the same number of microbatches in an evaluation",
@@ -390,19 +363,18 @@ class Engine:
                 most=int(most_microbatches),
                 hint="at least one sample for each microbatch on every replica",
             ).on_all_ranks()
-        if finds_dims and most != -negated_fewest:
+        # Without rules, the batch dimensions of the outputs are found by another recording, after the step.
+        if step.keeps_outputs and step.output_dims is None and most != -negated_fewest:
             raise RunError(
                 "replicas that share parameters cannot find the batch dimensions of outputs for shapes that are new "
                 "to some of them only",
                 hint="output_dims=0, or another rule of docs/training.md",
             ).on_all_ranks()
-        self._min_recordings = int(most)
-        if self._min_recordings and self._groups.monitor is not None:
+        step.min_recordings = int(most)
+        if step.min_recordings and self._groups.monitor is not None:
             self._groups.monitor.preparing()
 
-    def _begin_with_own_batch(
-        self, batch: Batch, request: SyncRequest, is_training: bool
-    ) -> tuple[SplitBatch, CompiledStep, float]:
+    def _begin_with_own_batch(self, step: Step, batch: Batch, request: SyncRequest) -> CompiledStep:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups = self._groups
         with self._sync.errors_on_all_ranks(request):
@@ -413,27 +385,28 @@ class Engine:
                 )
                 raise RunError("a rank was given no batch", hint=hint)
             batch = self._target_as_argument(batch)
-            split = self._split_batch(batch)
-            compiled = self._compiled(split, is_training)
+            self._split_batch(batch, step)
+            compiled = self._compiled(step)
             batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
-        sums = self._size_and_loss(split, compiled)
+        sums = self._size_and_loss(step, compiled)
+        step.mean_size, _ = sums
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
-            return split, compiled, self._mean_size(self._sync.exchange(request, vote))
-        if groups.monitor is None:
+            step.mean_size = self._mean_size(self._sync.exchange(request, vote))
+        elif groups.monitor is None:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
             self._transport.check_before_sending(self._sync.finish)
-        return split, compiled, sums[0]
+        return compiled
 
     def _begin_with_sent_batch(
-        self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
-    ) -> tuple[SplitBatch, CompiledStep, float]:
+        self, sender: BatchSender, step: Step, batch: Batch, request: SyncRequest
+    ) -> CompiledStep:
         """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive the tensors they need.
 
         The rank of the last stage may have the target instead.
@@ -451,10 +424,10 @@ class Engine:
                 if not has_batch(batch):
                     hint = "step(x, target=y) on rank 0; the target may be passed on the rank of the last stage"
                     raise RunError('with inputs="first" rank 0 must be given the batch', hint=hint)
-                outgoing = sender.prepare(self._target_as_argument(batch))
-                size, has_loss = self._size_and_loss(outgoing.split, self._compiled(outgoing.split, is_training))
+                outgoing = sender.prepare(self._target_as_argument(batch), step)
+                size, has_loss = self._size_and_loss(step, self._compiled(step))
             index = outgoing.signature_index
-            is_unknown = not sender.is_agreed(index, is_training)
+            is_unknown = not sender.is_agreed(index, step.is_training)
             content = (*given, float(index))
             vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_unknown),), content=content)
         else:
@@ -473,27 +446,32 @@ class Engine:
         if is_new and groups.monitor is not None:
             groups.monitor.preparing()
         with self._sync.errors_on_all_ranks(new) if is_new else nullcontext():
-            split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
-            compiled = self._compiled(split, is_training)
+            if outgoing is None:
+                sender.receive(index, step, own_target)
+            else:
+                sender.send(outgoing, step)
+            compiled = self._compiled(step)
         if is_new:
             self._sync.exchange(new, SyncVote(compiled.agreement))
-            sender.commit(index, is_training)
-        return split, compiled, self._mean_size(result)
+            sender.commit(index, step.is_training)
+        step.mean_size = self._mean_size(result)
+        return compiled
 
-    def _compiled(self, split: SplitBatch, is_training: bool) -> CompiledStep:
+    def _compiled(self, step: Step) -> CompiledStep:
         """The compiled step for the recordings of a batch; compiled now if it is the first with these recordings."""
+        is_training, recordings = step.is_training, step.recordings
 
         def make() -> CompiledStep:
-            roots = tuple(self._loss_head.roots(recording, is_training) for recording in split.recordings)
-            return self._compiler.compile(is_training, split.recordings, roots)
+            roots = tuple(self._loss_head.roots(recording, is_training) for recording in recordings)
+            return self._compiler.compile(is_training, recordings, roots)
 
-        return self._compiled_steps.get((is_training, split.recordings), make)
+        return self._compiled_steps.get((is_training, recordings), make)
 
-    def _size_and_loss(self, split: SplitBatch, compiled: CompiledStep) -> tuple[float, float]:
+    def _size_and_loss(self, step: Step, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
-        has_target = compiled.is_training or split.microbatches[0].target is not None
+        has_target = step.is_training or step.microbatches[0].target is not None
         has_loss = has_target if self._loss_head.has_loss_fn else all(compiled.roots)
-        return float(sum([microbatch.size for microbatch in split.microbatches])), float(has_loss)
+        return float(sum([microbatch.size for microbatch in step.microbatches])), float(has_loss)
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
@@ -619,7 +597,11 @@ class Engine:
             self._warnings.issue(new_warnings, step.is_training)
         losses_and_weights = own.content
         if kind > NO_LOSS and not groups.is_local:
-            losses_and_weights = result.content(self._last_rank) or self._broadcast_losses(step, own)
+            losses_and_weights = result.content(self._last_rank)
+            if not losses_and_weights:
+                # More microbatches than fit into a vote.
+                values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
+                losses_and_weights = tuple(groups.broadcast(values, self._last_rank).tolist())
         by_name = self._share_named_losses(step) if kind == NAMED_LOSSES else {}
         outputs = None
         if step.keeps_outputs:
@@ -684,11 +666,6 @@ class Engine:
             outputs, step.microbatches, step.recordings, weights, weights_by_value, step.output_dims
         )
 
-    def _broadcast_losses(self, step: Step, own: LossVote) -> tuple[float, ...]:
-        """Broadcast losses and weights of more microbatches than fit into a vote."""
-        values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
-        return tuple(self._groups.broadcast(values, self._last_rank).tolist())
-
     def _handle_nonfinite(self, step: Step, compiled: CompiledStep, first: float, last: float) -> str:
         """Raise an error about NaN or Inf; with nonfinite="skip", warn and return why the step is skipped.
 
@@ -725,18 +702,8 @@ class Engine:
         """
         self._undo()
         # The weights are reused: a loss function that keeps state could give other weights in a second run.
-        again = Step(
-            step.microbatches,
-            step.recordings,
-            True,
-            number=step.number,
-            inputs=step.inputs,
-            seed=step.seed,
-            mean_size=step.mean_size,
-            scale=step.scale,
-            gradient_scale=step.gradient_scale,
-            weights=step.weights,
-            weights_by_loss=step.weights_by_loss,
+        again = replace(
+            step, keeps_outputs=False, losses={}, named_losses={}, added={}, outputs={}, extremes=Extremes()
         )
         with NonfiniteProbe(self._model_part.stages).active() as probe:
             self._runner.probe = probe

@@ -24,7 +24,7 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     if groups.is_local or not names:
         return
     parameters = {entry.name: full_tensor(entry.parameter.detach()) for entry in tied.tied}
-    sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
+    sums = torch.tensor([checksum({name: parameters[name]}) if name in parameters else 0 for name in names])
     for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
@@ -45,7 +45,7 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
     unsaved = unsaved_buffer_names(model)
     names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
     tensors = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved and not tensor.is_meta}
-    digests = [checksum([{"": sampled(tensors[name])}]) if name in tensors else 0 for name in names]
+    digests = [checksum({"": sampled(tensors[name])}) if name in tensors else 0 for name in names]
     rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
     for name, column in zip(names, rows, strict=False):
         ranks = [rank for rank, number in enumerate(column) if number]
@@ -75,12 +75,13 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
     """Raise an error, on every rank, if pipelines start with different weights; called before they are sharded."""
     if groups.peers is None:
         return
-    entries = []
-    for stage in stages:
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            entries.append({name: sampled(parameter)})
+    entries = {
+        name: sampled(parameter)
+        for stage in stages
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+    }
     # Combined over the ranks of the pipeline first, so that every rank of every pipeline sees the same difference.
-    combined = checksum([{"ranks": groups.gather(torch.tensor([checksum(entries)]))}])
+    combined = checksum({"ranks": groups.gather(torch.tensor([checksum(entries)]))})
     checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
     if len(set(checksums)) > 1:
         other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])

@@ -16,13 +16,13 @@ from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.step import SplitBatch
+from penstock.runtime.step import Step
 from penstock.stages import Ownership
 
 INPUTS = ("all", "first")
 """which ranks are given the batch"""
-SplitFunction = Callable[[Batch, tuple[Recording, ...] | None], SplitBatch]
-"""splits a batch into microbatches, and finds their recordings unless they are given"""
+SplitFunction = Callable[[Batch, Step, tuple[Recording, ...] | None], None]
+"""fills a step with the microbatches of a batch, and with their recordings, which are found unless they are given"""
 
 
 class BatchSignature(NamedTuple):
@@ -49,7 +49,6 @@ class OutgoingBatch(NamedTuple):
     structure: str
     tensors: list[Tensor]
     batch: Batch
-    split: SplitBatch
 
 
 class BatchSender:
@@ -70,57 +69,53 @@ class BatchSender:
         """how many signatures all ranks have agreed on, including those that were dropped"""
         self._new: BatchSignature | None = None
         """of the last batch, until all ranks have agreed on its step"""
-        self.sends_all = False
-        """whether every rank is sent the whole batch, from which it reads the lengths of the samples"""
 
     def is_agreed(self, index: int, is_training: bool) -> bool:
         """Whether all ranks have agreed on a step with the signature of this index."""
         # Not marked as used: only rank 0 asks.
         return index in self._signatures and is_training in self._signatures[index].agreed
 
-    def prepare(self, batch: Batch) -> OutgoingBatch:
-        """On rank 0: prepare a batch; nothing is sent yet."""
+    def prepare(self, batch: Batch, step: Step) -> OutgoingBatch:
+        """On rank 0: prepare a batch, and fill the step with its microbatches; nothing is sent yet."""
         structure, tensors = flatten_structure(tuple(batch))
         # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
         rebuilt = _as_batch(read_structure(structure)[0](tensors))
-        split = self._split(rebuilt, None)
-        index = self._indices.get((structure, split.recordings), self.num_signatures)
-        return OutgoingBatch(index, structure, tensors, rebuilt, split)
+        self._split(rebuilt, step, None)
+        index = self._indices.get((structure, step.recordings), self.num_signatures)
+        return OutgoingBatch(index, structure, tensors, rebuilt)
 
-    def send(self, outgoing: OutgoingBatch) -> SplitBatch:
+    def send(self, outgoing: OutgoingBatch, step: Step) -> None:
         """On rank 0: send each rank the tensors that it needs."""
         index = outgoing.signature_index
         if self._signatures.find(index) is None:
             self._model_part.groups.broadcast_text(outgoing.structure, 0)
-        send_tensors(self._model_part.groups, outgoing.tensors, lambda rank: self._needed_by(index, rank))
-        self._keep_signature(index, outgoing.structure, outgoing.split, outgoing.batch)
-        return outgoing.split
+        send_tensors(self._model_part.groups, outgoing.tensors, lambda rank: self._needed_by(index, rank, step))
+        self._keep_signature(index, outgoing.structure, step, outgoing.batch)
 
-    def receive(self, index: int, own_target: Any = None) -> SplitBatch:
-        """On the other ranks: receive a batch; the tensors that this rank does not need are uninitialised memory.
+    def receive(self, index: int, step: Step, own_target: Any = None) -> None:
+        """On the other ranks: receive a batch, and fill the step with its microbatches.
 
-        `own_target` is used if the batch has no target.
+        The tensors that this rank does not need are uninitialised memory. `own_target` is used if the batch has no
+        target.
         """
         groups, known = self._model_part.groups, self._signatures.find(index)
         structure = groups.broadcast_text("", 0) if known is None else known.structure
         build, buffers = read_structure(structure)
         buffers = [buffer.to(self._model_part.device) for buffer in buffers]
-        batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank))))
-        recordings = None if known is None else known.recordings
-        split = self._split(batch, recordings)
+        batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank, step))))
+        self._split(batch, step, None if known is None else known.recordings)
         # Without the target of this rank: rank 0, which does not have it, must find the same signature.
-        self._keep_signature(index, structure, split, batch)
+        self._keep_signature(index, structure, step, batch)
         if own_target is None or batch.target is not None:
-            return split
-        split = self._split(batch._replace(target=own_target), split.recordings)
-        for name, cut in split.microbatches[0].cuts.items():
+            return
+        self._split(batch._replace(target=own_target), step, step.recordings)
+        for name, cut in step.microbatches[0].cuts.items():
             if name.startswith(TARGET) and cut.sizes and not cut.sizes.startswith(TARGET):
                 raise RunError(
                     "a target whose lengths are an argument of the model must be passed on rank 0",
                     lengths=cut.sizes,
                     hint="step(x, target=y) on rank 0",
                 )
-        return split
 
     def commit(self, index: int, is_training: bool) -> None:
         """Keep the signature of the last batch; call this once all ranks agree on its step."""
@@ -132,18 +127,18 @@ class BatchSender:
             self._new = None
         self._signatures[index].agreed.add(is_training)
 
-    def _keep_signature(self, index: int, structure: str, split: SplitBatch, batch: Batch) -> None:
+    def _keep_signature(self, index: int, structure: str, step: Step, batch: Batch) -> None:
         """Keep the signature of a batch for `commit`, if it is new."""
         self._new = None
         if index not in self._signatures:
             named = named_inputs(self._model_part.captured.model.forward, batch.args, batch.kwargs)
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-            cuts = split.microbatches[0].cuts
+            cuts = step.microbatches[0].cuts
             tables = {cut.sizes for cut in cuts.values()}
             read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch.target, TARGET)) if name in tables}
             self._new = BatchSignature(
-                split.recordings,
+                step.recordings,
                 tuple(names.get(id(leaf), "") for leaf in tensors),
                 structure,
                 frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read),
@@ -152,10 +147,11 @@ class BatchSender:
                 set(),
             )
 
-    def _needed_by(self, index: int, rank: int) -> set[int] | None:
+    def _needed_by(self, index: int, rank: int, step: Step) -> set[int] | None:
         """The indices of the tensors that a rank needs; None: all of them, as if the signature is new."""
         signature, placement = self._signatures.find(index), self._plan.schedule.placement
-        if signature is None or self.sends_all:
+        # With a token budget every rank reads the lengths of the samples.
+        if signature is None or step.budget_tokens is not None:
             return None
         if rank not in signature.needed:
             is_last = placement[self._plan.num_stages - 1] == rank

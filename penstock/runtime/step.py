@@ -22,32 +22,32 @@ NO_LOSS, ONE_LOSS, NAMED_LOSSES = 0.0, 1.0, 2.0
 """kinds of steps: without a loss, with one, with several by name"""
 
 
-class SplitBatch(NamedTuple):
-    """A batch as microbatches, with the recording and the named input tensors of each."""
-
-    microbatches: tuple[Microbatch, ...]
-    recordings: tuple[Recording, ...]
-    inputs: tuple[dict[str, Any], ...]
-
-
 @dataclass
 class Step(LossStep):
-    """The microbatches of a step; filled with weights, losses and outputs while it runs."""
+    """The options of a step; filled with its microbatches when it begins, and with losses and outputs while it runs."""
 
+    microbatches: tuple[Microbatch, ...] = ()
+    recordings: tuple[Recording, ...] = ()
+    is_training: bool = True
+    inputs: tuple[dict[str, Any], ...] = ()
+    """the tensors of each microbatch by the names of the model's inputs"""
     number: int = 0
     """how many steps the Pipeline had run before"""
-    inputs: tuple[dict[str, Tensor], ...] = ()
-    """the tensors of each microbatch by the names of the model's inputs"""
+    seed: int = 0
+    """of the random numbers of the step"""
     keeps_outputs: bool = False
     output_dims: Any = None
     """how outputs are merged, see `penstock.runtime.outputs.merge`"""
-    seed: int = 0
-    mean_size: float = 1.0
-    """samples of the batch, averaged over the replicas"""
     scale: float = 1.0
     """factor of loss and gradients that the caller of the step gave"""
     gradient_scale: float = 1.0
     """factor of all gradients: `scale`, times the scale of the GradScaler if there is one"""
+    budget_tokens: int | None = None
+    """the most padded tokens of a microbatch, if samples are grouped by length"""
+    min_recordings: int = 0
+    """how often all ranks still have to record the model for this step, if replicas share parameters"""
+    mean_size: float = 1.0
+    """samples of the batch, averaged over the replicas"""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage"""
     named_losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -59,11 +59,6 @@ class Step(LossStep):
     outputs: dict[int, Any] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage, if they are kept"""
     extremes: Extremes = field(default_factory=Extremes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of samples of each microbatch."""
-        return tuple(microbatch.size for microbatch in self.microbatches)
 
 
 @dataclass(frozen=True)

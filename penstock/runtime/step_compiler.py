@@ -56,7 +56,6 @@ token budgets, in the number of microbatches"""
 class CompiledStep:
     """A step that is ready to run on any batch of its kind."""
 
-    is_training: bool
     roots: tuple[Roots, ...]
     program: Program
     agreement: Agreement
@@ -99,7 +98,7 @@ class StepCompiler:
         agreement = self.agreement(program, edges, name, recordings)
         _LOG.info("compiled %s: %d actions on %d ranks", name, len(program.table.codes), program.num_ranks)
         rank_programs = compile_ranks(program, edges, self._ranks, self._runner, self._transport)
-        return CompiledStep(is_training, roots, program, agreement, rank_programs)
+        return CompiledStep(roots, program, agreement, rank_programs)
 
     def agreement(
         self, program: Program, edges: Sequence[Edges], name: str, recordings: Sequence[Recording]

@@ -295,7 +295,7 @@ def _gather_hashes(
     if len(set(map(tuple, groups.gather_peers(names).tolist()))) > 1:
         problem = "parallelize_fn must leave parameters of the same names on all ranks that have the same stage"
         return torch.empty(0), RunError(problem, parameters=len(named), hint=_DTENSOR_HINT)
-    hashes = [(_shard_hash(parameter), checksum([{"": sampled(parameter)}])) for _, parameter in named]
+    hashes = [(_shard_hash(parameter), checksum({"": sampled(parameter)})) for _, parameter in named]
     rows = groups.gather_peers(torch.tensor(hashes, dtype=torch.int64).reshape(len(named), 2))
     for index, (name, parameter) in enumerate(named):
         values: dict[int, set[int]] = {}

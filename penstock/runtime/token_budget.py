@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.batches import Batch, Microbatch, Padding, find_padding
+from penstock.batches import Batch, BatchSplitter, Microbatch, Padding, find_padding
 from penstock.capture import ROUNDING, Recording
 from penstock.errors import RunError
 from penstock.ir import Plan
@@ -24,15 +24,24 @@ _NUM_MEASURED = 4
 class TokenBudget:
     """The groups of the batches of an Engine, with costs per length that are measured in some of its steps."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, splitter: BatchSplitter) -> None:
+        self._plan, self._splitter = plan, splitter
         self._planner: TokenPlanner | None = None
+        self._padding: tuple[Batch, Padding] | None = None
+        """of the batch of the current step, until it is split"""
         self.checked: set[tuple[object, ...]] = set()
         """the kinds of padding for which cutting it off has been found to keep the loss"""
         self._num_steps = 0
 
-    def microbatches(self, padding: Padding, budget: int) -> tuple[Microbatch, ...]:
+    def padding(self, batch: Batch) -> Padding:
+        """The lengths of the samples of a batch."""
+        if self._padding is None or self._padding[0] is not batch:
+            self._padding = batch, find_padding(self._splitter.whole(batch))
+        return self._padding[1]
+
+    def microbatches(self, batch: Batch, budget: int) -> tuple[Microbatch, ...]:
         """The microbatches of a batch, in the order that is predicted to be fastest."""
+        padding, self._padding = self.padding(batch), None
         if self._planner is None:
             self._planner = TokenPlanner(self._plan, self._planned_tokens(padding))
         groups = self._planner.groups(padding.lengths, budget, padding.width)

@@ -181,10 +181,10 @@ def test_a_batch_that_differs_in_any_step_is_refused_with_the_input_and_its_firs
 
 def test_every_entry_of_a_large_tensor_is_compared_within_as_many_comparisons_as_samples_it_has() -> None:
     tensor, steps = torch.zeros(32, 1024), range(0, 8 * BATCH_INTERVAL, BATCH_INTERVAL)
-    before = [checksum([{"x": tensor}], step) for step in steps]
+    before = [checksum({"x": tensor}, step) for step in steps]
     for index in range(0, tensor.numel(), 997):
         tensor.view(-1)[index] = 1.0
-        after = [checksum([{"x": tensor}], step) for step in steps]
+        after = [checksum({"x": tensor}, step) for step in steps]
         assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
         tensor.view(-1)[index] = 0.0
 
@@ -193,8 +193,8 @@ def test_the_memory_layout_of_a_batch_does_not_change_its_checksum() -> None:
     tensor = noise(64, 300)
     transposed = tensor.t().contiguous().t()
     assert not transposed.is_contiguous()
-    assert [checksum([{"x": tensor}], step) for step in range(4)] == [
-        checksum([{"x": transposed}], step) for step in range(4)
+    assert [checksum({"x": tensor}, step) for step in range(4)] == [
+        checksum({"x": transposed}, step) for step in range(4)
     ]
 
 
@@ -202,7 +202,7 @@ def test_conjugated_and_negated_views_have_the_checksums_of_their_entries() -> N
     conjugated = torch.complex(noise(4, 3), noise(4, 3)).conj()
     for view in (conjugated, conjugated.imag):
         assert view.is_conj() or view.is_neg()
-        assert checksum([{"x": view}]) == checksum([{"x": view.clone()}])
+        assert checksum({"x": view}) == checksum({"x": view.clone()})
 
 
 def other_optimizers(path: str) -> list[str]:
@@ -238,7 +238,7 @@ def test_a_description_has_the_plain_arguments_of_every_call_and_no_names_of_val
     assert describe_recording(first) == describe_recording(again)
     assert any("3.0" in line for line in describe_recording(first))
     assert describe_model(model) == describe_model(Net(k=3.0, seed=1))
-    assert not math.isnan(checksum([{"x": X}]))
+    assert not math.isnan(checksum({"x": X}))
 
 
 class Labelled(Net):
