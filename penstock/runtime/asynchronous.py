@@ -438,7 +438,8 @@ class AsyncEngine(Engine):
         Without recordings, that of a drain.
         """
         start = min(num_before, stream.num_distinct)
-        earlier = self._recent(min(start, stream.num_ranks - 1))
+        recent = [recording for batch in self._batches for recording in batch.step.recordings]
+        earlier = tuple(recent[len(recent) - min(start, stream.num_ranks - 1) :])
         key = (stream.cuts, start, earlier, recordings)
         is_new = key not in self._free_chunks
         if free := self._free_chunks.setdefault(key, []):
@@ -455,11 +456,6 @@ class AsyncEngine(Engine):
             program, edges, self._groups.own_ranks, self._stream_runner, self._stream_transport
         )
         return Chunk(key, agreement, rank_programs), is_new
-
-    def _recent(self, count: int) -> tuple[Recording, ...]:
-        """The recordings of the last `count` microbatches."""
-        recordings = [recording for batch in self._batches for recording in batch.step.recordings]
-        return tuple(recordings[len(recordings) - count :])
 
     def _run(self, chunk: Chunk, is_timed: bool, num_before: int) -> None:
         """Run a chunk that comes after `num_before` microbatches."""

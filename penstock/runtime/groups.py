@@ -114,11 +114,11 @@ class ProcessGroups:
         sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         replica_axes = [axis for axis in _REPLICA_AXES if sizes.get(axis, 1) > 1]
         peer_axes = [*replica_axes, *([TENSOR] if sizes.get(TENSOR, 1) > 1 else [])]
-        group, control = mesh.get_group(PIPELINE), _gloo_group(mesh, [PIPELINE])
+        group, control = mesh.get_group(PIPELINE), _group(mesh, [PIPELINE], "gloo")
         replicas = replica_control = None
         if replica_axes:
-            replicas, replica_control = _group(mesh, replica_axes), _gloo_group(mesh, replica_axes)
-        peers = replica_control if peer_axes == replica_axes else _gloo_group(mesh, peer_axes)
+            replicas, replica_control = _group(mesh, replica_axes), _group(mesh, replica_axes, "gloo")
+        peers = replica_control if peer_axes == replica_axes else _group(mesh, peer_axes, "gloo")
         pipeline_ranks = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
         ranks, backend = mesh.mesh.flatten().tolist(), dist.get_backend(group)
         monitor = RankMonitor(pipeline_ranks, ranks, deadline_seconds, backend=backend)
@@ -241,7 +241,3 @@ def _group(mesh: Any, axes: Sequence[str], backend: str | None = None) -> Any:
     # new_group is collective: every process creates the groups of all rows, in the same order.
     groups = [dist.new_group(row, backend=backend) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
-
-
-def _gloo_group(mesh: Any, axes: Sequence[str]) -> Any:
-    return _group(mesh, axes, "gloo")

@@ -7,6 +7,7 @@ microbatches together, and a dimension of positions or classes is as long as in 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -159,28 +160,24 @@ def merge(
     Raises a RunError that names an output which cannot be merged.
     """
     shares = [size / sum(sizes) for size in sizes]
-    merging = _Merging(sizes, shares, weights or shares, joined, output_dims, losses or {})
+    merging = _Merging(shares, weights or shares, joined, output_dims, losses or {})
     return Merged(merging.merged(list(outputs), "", ()), frozenset(merging.averaged))
 
 
 _NO_RULE: Any = object()
 
 
+@dataclass
 class _Merging:
     """The options of one call of `merge`, and the names of the numbers that it averaged."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        shares: Sequence[float],
-        weights: Sequence[float],
-        joined: Callable[[], Any] | None,
-        output_dims: OutputDims,
-        losses: Mapping[str, Sequence[float]],
-    ) -> None:
-        self._sizes, self._shares, self._weights = sizes, shares, weights
-        self._joined, self._dims, self._losses = joined, output_dims, losses
-        self.averaged: set[str] = set()
+    shares: Sequence[float]
+    """of the samples of each microbatch"""
+    weights: Sequence[float]
+    joined: Callable[[], Any] | None
+    dims: OutputDims
+    losses: Mapping[str, Sequence[float]]
+    averaged: set[str] = field(default_factory=set)
 
     def merged(self, values: list[Any], name: str, keys: tuple[Any, ...]) -> Any:
         """The merged value of this name; `keys` lead to it in the joined structure."""
@@ -198,16 +195,16 @@ class _Merging:
         return self._equal(values, name)
 
     def _rule(self, name: str) -> Any:
-        if self._dims is None or type(self._dims) is int:
-            return _NO_RULE if self._dims is None else self._dims
-        assert isinstance(self._dims, Mapping)
+        if self.dims is None or type(self.dims) is int:
+            return _NO_RULE if self.dims is None else self.dims
+        assert isinstance(self.dims, Mapping)
         words = name.split(".")
         prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
-        return next((self._dims[prefix] for prefix in prefixes if prefix in self._dims), _NO_RULE)
+        return next((self.dims[prefix] for prefix in prefixes if prefix in self.dims), _NO_RULE)
 
     def _shape_of(self, keys: Sequence[Any]) -> Any:
         """The shape or container at some keys of the joined structure, or None."""
-        structure = self._joined() if self._joined is not None else None
+        structure = self.joined() if self.joined is not None else None
         for key in keys:
             if not isinstance(structure, Parts) or key not in structure.keys:
                 return None
@@ -218,8 +215,8 @@ class _Merging:
         first = parts[0]
         is_list = issubclass(first.kind, list | tuple) and not hasattr(first.kind, "_fields")
         # A rule for one of its items makes it a structure.
-        has_rule = isinstance(self._dims, Mapping) and any(f".{key}".startswith(f".{name}") for key in self._dims)
-        if is_list and rule is _NO_RULE and not has_rule and self._joined is not None:
+        has_rule = isinstance(self.dims, Mapping) and any(f".{key}".startswith(f".{name}") for key in self.dims)
+        if is_list and rule is _NO_RULE and not has_rule and self.joined is not None:
             both = self._shape_of(keys)
             lengths = [len(part.items) for part in parts]
             if isinstance(both, Parts) and len(both.items) == lengths[0] + lengths[1] != 0:
@@ -245,7 +242,7 @@ class _Merging:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if type(rule) is int:
             dim: int | None = rule
-        elif self._joined is None:
+        elif self.joined is None:
             # Not where the lengths equal the samples only: whether they do may depend on the size of the batch.
             if len({shape[1:] for shape in shapes}) > 1:
                 return tensors
@@ -268,18 +265,18 @@ class _Merging:
             return self._combined(tensors, rule)
         if rule is None or not is_inexact(tensors[0]):
             return self._equal(tensors, name)
-        if name not in self._losses and self._joined is not None and not _are_equal(tensors):
+        if name not in self.losses and self.joined is not None and not _are_equal(tensors):
             self.averaged.add(name)
-        return weighted_sum(tensors, self._losses.get(name, self._weights))
+        return weighted_sum(tensors, self.losses.get(name, self.weights))
 
     def _combined(self, tensors: list[Tensor], rule: str) -> Tensor:
-        return weighted_sum(tensors, self._shares if rule == "mean" else [1.0] * len(tensors))
+        return weighted_sum(tensors, self.shares if rule == "mean" else [1.0] * len(tensors))
 
     def _equal(self, values: list[Any], name: str) -> Any:
         """The value that is the same in all microbatches."""
         if _are_equal(values):
             return values[0]
-        if self._joined is None:
+        if self.joined is None:
             return values
         raise _merge_error("an output without a batch dimension differs between microbatches", name, values)
 

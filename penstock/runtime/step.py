@@ -172,7 +172,7 @@ class StepSnapshot:
         for parameter, earlier in self._aside.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._forget()
+        self._aside, self._gradients, self._buffers = {}, {}, []
 
     def restore(self) -> None:
         """Undo a failed step: restore gradients and buffers to their values before it."""
@@ -191,9 +191,6 @@ class StepSnapshot:
             else:
                 # In place, so that other references to the gradient, such as flat buffers, see the restored values.
                 parameter.grad.copy_(copy)
-        self._forget()
-
-    def _forget(self) -> None:
         self._aside, self._gradients, self._buffers = {}, {}, []
 
 

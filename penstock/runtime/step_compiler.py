@@ -289,16 +289,15 @@ class _RankCompiler:
             runs = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.fsdp.unshard, Kind.RESHARD: runner.fsdp.reshard}
             return CompiledAction(code, partial(runs[action.kind], action.stage))
         passes = [self._pass(each) for each in action.parts]
-        calls = [partial(self._method(each), stage_pass) for each, stage_pass in zip(action.parts, passes, strict=True)]
+        methods = {Kind.FORWARD: runner.forward, Kind.WEIGHT_GRAD: runner.weight_grad}
+        calls = [
+            partial(methods.get(each.kind, runner.backward), stage_pass)
+            for each, stage_pass in zip(action.parts, passes, strict=True)
+        ]
         recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot))
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
         return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
-
-    def _method(self, action: ComputeAction) -> Callable[[StagePass], None]:
-        if isinstance(action, Forward):
-            return self._runner.forward
-        return self._runner.weight_grad if isinstance(action, WeightGrad) else self._runner.backward
 
     def _pass(self, action: ComputeAction) -> StagePass:
         stage, microbatch = action.stage, action.microbatch

@@ -268,12 +268,6 @@ VOTE_BYTES = _HEAD.size + MAX_CONTENT * 8
 """size of a vote as it is sent"""
 _MAX_TEXT = 10_000  # of the error of another rank
 
-
-def sync_bytes(num_ranks: int) -> int:
-    """Size of the largest message of a sync."""
-    return num_ranks * VOTE_BYTES
-
-
 _NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
 
 

@@ -16,28 +16,13 @@ import torch
 
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.sync import sync_bytes
+from penstock.runtime.sync import VOTE_BYTES
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 from penstock.runtime.transports.described import DescribedTransport
 from penstock.runtime.transports.distributed import DistributedTransport
 from penstock.runtime.transports.links import connect
 from penstock.runtime.transports.local import LocalTransport
 from penstock.runtime.transports.shared_memory import SharedMemoryTransport
-
-__all__ = [
-    "DescribedTransport",
-    "DistributedTransport",
-    "LocalTransport",
-    "MessageKey",
-    "RecvSlot",
-    "Route",
-    "SendSlot",
-    "SharedMemoryTransport",
-    "TensorCodec",
-    "Tensors",
-    "Transport",
-    "make_transport",
-]
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +35,8 @@ def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "a
     if choice == "distributed" or groups.num_ranks == 1:
         return remote
     if groups.connections is None:
-        groups.connections = connect(groups, device, sync_bytes(groups.num_ranks))
+        # The largest message of a sync has the votes of all ranks.
+        groups.connections = connect(groups, device, groups.num_ranks * VOTE_BYTES)
     links, missing = groups.connections
     for (rank, other), reason in missing.items():
         if choice == "shared":
