@@ -161,10 +161,21 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 def leaves(thing: object) -> list[object]:
     """All leaves of a structure, left to right."""
-    parts = flatten_one_level(thing)
-    if parts is None:
-        return [thing]
-    return [leaf for item in parts.items for leaf in leaves(item)]
+    found: list[object] = []
+    _add_leaves(thing, found)
+    return found
+
+
+def _add_leaves(thing: object, found: list[object]) -> None:
+    # Not by way of `Parts` for leaves, lists and tuples, which nearly all things are: this runs several times for every
+    # call of a model that is recorded.
+    kind: Any = type(thing)
+    if not _is_container(kind):
+        found.append(thing)
+        return
+    items = thing if isinstance(thing, list | tuple) else flatten_one_level(thing).items  # type: ignore[union-attr]
+    for item in items:
+        _add_leaves(item, found)
 
 
 def transform(thing: object, change: Callable[[object], Any]) -> Any:
