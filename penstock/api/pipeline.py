@@ -25,7 +25,7 @@ from penstock.api.plan_agreement import agree_on_plan
 from penstock.api.rank_parameters import RankParameters, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
-from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, SavedState, Saver
+from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
@@ -164,8 +164,7 @@ class Pipeline:
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
-        self._saver, self._has_saved = Saver(part, self._sync), False
-        """`_has_saved`: whether `save` was called, so that an asynchronous save may still fail"""
+        self._saver = Saver(part, self._sync)
 
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         if scaler is not None:
@@ -180,7 +179,8 @@ class Pipeline:
             self.check_optimizer(self.optimizer)
         self._engine = self._make_engine()
         self._pull_back_engine: Engine | None = None
-        """runs the backward of a ForwardPass, whose loss is that of given gradients; made when it is first needed"""
+        """runs the backward of a ForwardPass from given gradients of the outputs, as a vector-Jacobian product
+        (`pull_back`); made when it is first needed"""
         self._sync.close()
 
     def _make_engine(self) -> Engine:
@@ -190,14 +190,6 @@ class Pipeline:
             return Engine(part, self.plan, self._sync, self._loss_head, options, self._inputs, split)
         stale = self.optimizer, self._staleness
         return AsyncEngine(part, self.plan, self._sync, self._loss_head, options, *stale, split=split)
-
-    def _make_pull_back_engine(self) -> Engine:
-        """An engine that runs backward from given gradients of the outputs: a vector-Jacobian product (`pull_back`)."""
-        part = self._part
-        weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
-        weights.checks_outputs = False  # the loss that a model returns is one of its outputs
-        head = LossHead(part.captured, weights, self.plan.partition, self.scaler)
-        return Engine(part, self.plan, self._sync, head, self._options, self._inputs, self._split)
 
     def __repr__(self) -> str:
         part, plan = self._part, self.plan
@@ -261,21 +253,14 @@ class Pipeline:
                 gradients are then as they were before the step
             CaptureError: if the model cannot be recorded for this batch
         """
-        if self._has_saved:  # an asynchronous save may have failed meanwhile
-            self._saver.check(SyncRequest("step", self.num_steps))
-        if losses is not None:
-            self._check_losses("step", losses)
-        if self._has_split_loss:
-            self._check_split_loss("step", target, return_outputs)
+        self._saver.check(SyncRequest("step", self.num_steps))  # an asynchronous save may have failed meanwhile
+        budget = self._checked_options("step", target, return_outputs, losses, budget_tokens)
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
-        budget = {}  # passed on only if it is given: an AsyncEngine does not take it
-        if budget_tokens is not None:
-            budget = {"budget_tokens": self._checked_budget("step", budget_tokens, return_outputs)}
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         batch = Batch(args, kwargs, target)
-        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
+        dims = self._merged_dims(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_outdated()
@@ -312,15 +297,9 @@ class Pipeline:
         Raises:
             RunError: as in `step`
         """
-        if losses is not None:
-            self._check_losses("eval", losses)
-        if self._has_split_loss:
-            self._check_split_loss("eval", target, return_outputs)
-        budget = {}
-        if budget_tokens is not None:
-            budget = {"budget_tokens": self._checked_budget("eval", budget_tokens, return_outputs)}
+        budget = self._checked_options("eval", target, return_outputs, losses, budget_tokens)
         self.drain()
-        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
+        dims = self._merged_dims(output_dims)
         batch = Batch(args, kwargs, target)
         result = self._engine.evaluate(batch, self.num_steps, bool(return_outputs), dims, **budget)
         if losses is not None:
@@ -378,7 +357,7 @@ class Pipeline:
                 error = RunError(f"forward does not combine with {name}", hint="pipe.step(...), or another Pipeline")
                 self._refuse("forward", error)
         number = self.num_steps
-        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
+        dims = self._merged_dims(output_dims)
         result, sizes = self._engine.forward(Batch(args, kwargs), number, dims)
         self.num_steps += 1
 
@@ -386,7 +365,13 @@ class Pipeline:
             if self._loss_head.scaler is not None:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:
-                self._pull_back_engine = self._make_pull_back_engine()
+                part = self._part
+                weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
+                weights.checks_outputs = False  # the loss that a model returns is one of its outputs
+                head = LossHead(part.captured, weights, self.plan.partition, self.scaler)
+                self._pull_back_engine = Engine(
+                    part, self.plan, self._sync, head, self._options, self._inputs, self._split
+                )
             batch = Batch(args, kwargs, gradients)
             self._pull_back_engine.train(batch, number, keeps_outputs=False, is_timed=False)
             self._mark_model_outdated()
@@ -620,9 +605,8 @@ class Pipeline:
         scaler = self._loss_head.scaler
         run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
         run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
-        self._has_saved = True
         number = self.num_steps if step is None else step
-        return self._saver.save(self.plan, number, SavedState(optimizer, scheduler, run), options)
+        return self._saver.save(self.plan, number, optimizer, scheduler, run, options)
 
     def wait_for_save(self) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank. A collective call."""
@@ -740,69 +724,68 @@ class Pipeline:
 
     def _checked_scale(self, scale: object) -> float:
         """Convert the scale to a number; raises an error, on every rank, if it is not finite or is ambiguous."""
+        self._refuse_ambiguous("step", "scale")
         value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-        error = self._ambiguous("scale")
-        if error is None and not is_finite(value):
+        if not is_finite(value):
             error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
-        if error is not None:
             self._refuse("step", error)
         return float(value)  # type: ignore[arg-type]
 
-    def _checked_budget(self, call: str, budget_tokens: object, return_outputs: bool) -> int:
-        """Convert the token budget to an int; raises an error, on every rank, if it is not usable."""
-        value, error = as_int(budget_tokens), self._ambiguous("budget_tokens")
-        if error is not None:
-            self._refuse(call, error)
-        if value is None or value < 1:
+    def _checked_options(
+        self, call: str, target: object, return_outputs: object, losses: object, budget_tokens: object
+    ) -> dict[str, int]:
+        """Check the options that `step` and `evaluate` share; raises an error, on every rank, if one is not usable.
+
+        Returns the token budget, if there is one, as an argument of the engine: an AsyncEngine does not take it.
+        """
+        if losses is not None:
+            self._refuse_ambiguous(call, "losses")
+            if call == "step" and isinstance(self._engine, AsyncEngine):
+                problem = "an asynchronous step ends before its losses are known"
+                self._refuse(call, RunError(problem, hint="the losses of the result"))
+            if not isinstance(losses, list):
+                got = type(losses).__name__
+                self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
+        if self._has_split_loss:
+            hint = "a plan with vocabulary_shards=None"
+            if return_outputs:
+                problem = "a split output layer has no whole logits to return as outputs"
+                self._refuse(call, RunError(problem, hint=hint))
+            if target is None and self._inputs == "all":
+                problem = "a split output layer needs a target, because it computes the loss only"
+                self._refuse(call, RunError(problem, hint=hint))
+        if budget_tokens is None:
+            return {}
+        self._refuse_ambiguous(call, "budget_tokens")
+        budget = as_int(budget_tokens)
+        if budget is None or budget < 1:
             self._refuse(call, RunError("budget_tokens must be a whole number, 1 or more", got=shown(budget_tokens)))
         if return_outputs:
             problem = "budget_tokens does not combine with return_outputs: samples are reordered"
             self._refuse(call, RunError(problem, hint="return_outputs=False, or leave out budget_tokens"))
         if self._staleness is not None:
             self._refuse(call, RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens"))
-        return value
+        return {"budget_tokens": budget}
 
-    def _check_losses(self, call: str, losses: object) -> None:
-        """Raise an error, on every rank, if `losses` is not a list that can be filled."""
-        if (error := self._ambiguous("losses")) is not None:
-            self._refuse(call, error)
-        if call == "step" and isinstance(self._engine, AsyncEngine):
-            problem = "an asynchronous step ends before its losses are known"
-            self._refuse(call, RunError(problem, hint="the losses of the result"))
-        if not isinstance(losses, list):
-            got = type(losses).__name__
-            self._refuse(call, RunError("losses must be a list, which is filled", got=got, hint="losses=[]"))
-
-    def _check_split_loss(self, call: str, target: object, return_outputs: object) -> None:
-        """Refuse calls that need the logits of a split output layer."""
-        hint = "a plan with vocabulary_shards=None"
-        if return_outputs:
-            error = RunError("a split output layer has no whole logits to return as outputs", hint=hint)
-        elif target is None and self._inputs == "all":
-            error = RunError("a split output layer needs a target, because it computes the loss only", hint=hint)
-        else:
-            return
-        self._refuse(call, error)
-
-    def _ambiguous(self, name: str) -> RunError | None:
-        """The error for an option of `step` that the model's forward takes too; None if it does not."""
+    def _refuse_ambiguous(self, call: str, name: str) -> None:
+        """Raise an error, on every rank, if the model's forward also takes an option of `step` or `evaluate`."""
         forward = self._part.captured.model.forward
         parameters = inspect.signature(forward).parameters
-        unusable = f"{name}= of step and evaluate is not usable with this model"
+        way = "another name for the argument of the model"
         if name in parameters:
-            is_keyword_only = parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-            way = (
-                "another name for the argument of the model" if is_keyword_only else "pass it to the model by position"
-            )
-            hint = f"{way}; {unusable}"
-            return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            problem = "the model's forward has a parameter of that name"
+            if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY:
+                way = "pass it to the model by position"
+        elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             # `kwargs["scale"]` and `kwargs.get("scale")` have the name as a constant of the function.
             constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
-            if name in constants or any(value.name == name for value in self.plan.graph.inputs):
-                hint = f"another name for the argument of the model; {unusable}"
-                return RunError(f"{name} is ambiguous: the model's forward takes it in its **kwargs", hint=hint)
-        return None
+            if name not in constants and all(value.name != name for value in self.plan.graph.inputs):
+                return
+            problem = "the model's forward takes it in its **kwargs"
+        else:
+            return
+        hint = f"{way}; {name}= of step and evaluate is not usable with this model"
+        self._refuse(call, RunError(f"{name} is ambiguous: {problem}", hint=hint))
 
     def _refuse(self, call: str, error: RunError) -> NoReturn:
         """Raise an error of the arguments of a call, on every rank."""
@@ -818,6 +801,8 @@ class Pipeline:
 
     def _merged_dims(self, given: OutputDims) -> OutputDims:
         """The `output_dims` of the constructor, with those given in a call in place of the same names."""
+        if given is None:
+            return self._output_dims
         check_output_dims(given)
         is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
         return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]

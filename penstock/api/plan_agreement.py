@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -42,13 +43,8 @@ def agree_on_plan(
         **(dict(plan.search.asked) or summary),
         "loss_fn": "none" if loss_fn is None else "given",
         **{name: repr(value) for name, value in choices.items()},
-        "seed": options.seed,
-        "nonfinite": options.nonfinite,
-        "check_inputs_every": options.check_inputs_every,
-        "check_model": options.check_model,
-        "restore_gradients": options.restore_gradients,
-        "max_active_stages": options.max_active_stages,
-        "transport": options.transport,
+        # Ranks may have different deadlines.
+        **{name: value for name, value in asdict(options).items() if name != "deadline_seconds"},
         "version of penstock": version("penstock"),
         "version of torch": str(torch.__version__),
         "version of Python": ".".join(map(str, sys.version_info[:2])),
