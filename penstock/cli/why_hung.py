@@ -36,10 +36,10 @@ def why_hung(*, run: Run, as_json: AsJson = False) -> None:
                 "pid": status.pid,
                 "process": status.process,
                 "state": status.state,
-                "step": status.step,
-                "action": str(status.action),
-                "peer": status.peer,
-                "seconds": time.monotonic() - status.since,
+                "step": status.now.step,
+                "action": status.now.action,
+                "peer": status.now.peer,
+                "seconds": time.monotonic() - status.now.since,
                 "failure": status.failure,
             }
             for status in statuses

@@ -105,7 +105,7 @@ class PeerWatcher:
         for status in self._read_all():
             # A rank of another host has no file here: it may be at work.
             is_at_work = status.state in (ABSENT, STARTED, PREPARING, WORKING) and not status.failure
-            seconds = min(seconds, 0.0 if is_at_work else now - status.since)
+            seconds = min(seconds, 0.0 if is_at_work else now - status.now.since)
         return seconds
 
     def message_error(self, code: int, peer: int, error: BaseException) -> RunError:

@@ -77,8 +77,11 @@ class ErrorReport:
 
     @classmethod
     def from_text(cls, rank: int, text: str) -> "ErrorReport":
-        """Read a report back; a text that is not JSON of a report becomes its summary."""
-        return _parse(text) or cls(rank, summary_of(text))
+        """Read a report back; the summary of a text that is not JSON of one is its first line."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return cls(rank, (text.strip().splitlines() or ["unknown failure"])[0][:_MAX_LINE])
 
     def to_json(self, limit: int | None = None) -> str:
         """The report as JSON; if `limit` bytes are not enough, the middle of the traceback is left out."""
@@ -110,15 +113,7 @@ def one_line(error: BaseException) -> str:
 
 def summary_of(text: str) -> str:
     """One line for the failure in a status file."""
-    report = _parse(text)
-    return report.summary if report else (text.strip().splitlines() or ["unknown failure"])[0][:_MAX_LINE]
-
-
-def _parse(text: str) -> ErrorReport | None:
-    try:
-        return ErrorReport(**json.loads(text))
-    except (ValueError, TypeError):
-        return None
+    return ErrorReport.from_text(0, text).summary
 
 
 class WaitFailure(Enum):
@@ -183,13 +178,13 @@ def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
         return f"all processes are gone; their last status was:\n{explain_hang(last, now)}"
     by_rank = {status.rank: status for status in statuses}
     # The longest wait first: it most likely leads to the original cause.
-    waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.since)
+    waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.now.since)
     blockers: dict[int, str] = {}
     if not waiting:
         # Ranks that cannot progress, or else the rank whose status has not changed for the longest time.
         stuck = [status for status in statuses if status.state in (FAILED, *BUSY) and not _can_progress(status)]
         working = [status for status in statuses if status.state in (PREPARING, WORKING)]
-        waiting = stuck or sorted(working, key=lambda status: status.since)[:1]
+        waiting = stuck or sorted(working, key=lambda status: status.now.since)[:1]
     for status in waiting:
         chain = _wait_chain(status, by_rank)
         blocker = chain[-1]
@@ -231,14 +226,14 @@ def _wait_chain(status: RankStatus, by_rank: dict[int, RankStatus]) -> list[Rank
 def _awaited(status: RankStatus, by_rank: dict[int, RankStatus]) -> RankStatus | None:
     """The rank that must send the message; for a synchronisation, the rank that is farthest from reaching it."""
     if status.now.state == WAITING:
-        return by_rank.get(-1 if status.peer is None else status.peer)
+        return by_rank.get(-1 if status.now.peer is None else status.now.peer)
     others = [
         other
         for other in by_rank.values()
         if other.rank != status.rank and not (other.now.state == SYNCING and _is_waiting(other))
     ]
     # Ranks that do not wait come first, dead or stopped ones before all, and then the one unchanged for longest.
-    return min(others, key=lambda other: (_is_waiting(other), _can_progress(other), other.since), default=None)
+    return min(others, key=lambda other: (_is_waiting(other), _can_progress(other), other.now.since), default=None)
 
 
 def _explain_blocker(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
@@ -270,7 +265,7 @@ def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None
         return None
     # The stages of a receive are those of its send, exchanged.
     send = Send(awaited.peer, awaited.microbatch, awaited.stage)
-    entries = (entry for entry in reversed(status.recent) if entry.step == waiter.step and entry.code is not None)
+    entries = (entry for entry in reversed(status.recent) if entry.step == waiter.now.step and entry.code is not None)
     return next((entry for entry in entries if action_of(entry.code or 0) == send), None)
 
 
@@ -284,27 +279,28 @@ def _activity(status: RankStatus, now: float) -> str:
 
 def _entry_text(status: RankStatus, now: float) -> str:
     """The last entry in words."""
-    duration = f"for {max(0.0, now - status.since):.1f} s"
+    entry = status.now
+    duration = f"for {max(0.0, now - entry.since):.1f} s"
     match status.state:
         case "started":
-            return f"started {_ago(status.since, now)}, not in a step yet"
+            return f"started {_ago(entry.since, now)}, not in a step yet"
         case "idle":
-            return f"between steps {duration}, after step {status.step}"
+            return f"between steps {duration}, after step {entry.step}"
         case "preparing":
-            return f"preparing step {status.step} {duration}"
+            return f"preparing step {entry.step} {duration}"
         case "syncing":
-            return f"waiting for all ranks at {status.now.sync_point} {duration}"
+            return f"waiting for all ranks at {entry.sync_point} {duration}"
         case "working":
-            return f"working on {status.action} of step {status.step} {duration}"
+            return f"working on {entry.action} of step {entry.step} {duration}"
         case "waiting":
-            is_send = status.now.code is not None and isinstance(action_of(status.now.code), Send)
+            is_send = entry.code is not None and isinstance(action_of(entry.code), Send)
             direction = "to reach" if is_send else "from"
-            return f"waiting for {status.action} of step {status.step} {direction} rank {status.peer} {duration}"
+            return f"waiting for {entry.action} of step {entry.step} {direction} rank {entry.peer} {duration}"
         case "ended":
-            return f"finished {_ago(status.since, now)}"
+            return f"finished {_ago(entry.since, now)}"
         case "failed":
-            location = f" in {status.action} of step {status.step}" if status.action else ""
-            location = f" at {status.now.sync_point}" if status.now.sync_point else location
+            location = f" in {entry.action} of step {entry.step}" if entry.action else ""
+            location = f" at {entry.sync_point}" if entry.sync_point else location
             return f"failed{location}: {summary_of(status.failure)}"
     return "no status on this host"
 
@@ -366,11 +362,11 @@ def exit_report(rank: int, code: int, at: float) -> ErrorReport:
 def _location(report: ErrorReport, statuses: Sequence[RankStatus]) -> dict[str, str]:
     """Where a rank failed: by its own report, or else by its last status."""
     status = next((status for status in statuses if status.rank == report.rank), RankStatus(report.rank))
-    has_begun = status.now.state in BUSY or status.step > 0
+    has_begun = status.now.state in BUSY or status.now.step > 0
     if "step" in report.location or not has_begun:
         return report.location
     # An idle rank has recorded the step that ended, so it failed before the next one.
-    location = {**report.location, "step": str(status.step + (status.now.state == IDLE))}
+    location = {**report.location, "step": str(status.now.step + (status.now.state == IDLE))}
     if not report.text:
-        location["action"] = status.action or status.now.sync_point or status.now.state
+        location["action"] = status.now.action or status.now.sync_point or status.now.state
     return location

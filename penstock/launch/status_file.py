@@ -125,26 +125,6 @@ class RankStatus:
         """`failed`, or the state of the last entry."""
         return FAILED if self.failure else self.now.state
 
-    @property
-    def step(self) -> int:
-        """The step of the last entry."""
-        return self.now.step
-
-    @property
-    def action(self) -> str:
-        """The action of the last entry as text."""
-        return self.now.action
-
-    @property
-    def peer(self) -> int | None:
-        """The rank whose message is awaited."""
-        return self.now.peer
-
-    @property
-    def since(self) -> float:
-        """When the last entry was recorded, in seconds of `time.monotonic`."""
-        return self.now.since
-
 
 class StatusFile:
     """This rank's own status file, for writing; recording an entry costs about half a microsecond."""
@@ -267,9 +247,8 @@ class StatusFile:
     @property
     def waiting_seconds(self) -> float:
         """How long this rank has waited for a message or for all others, 0 if it is doing something else."""
-        offset = _RING + (self._number & _MASK) * _LENGTH
-        _, nanoseconds, _, _, state, _, _ = _ENTRY.unpack_from(self._content, offset)
-        return (_clock() - nanoseconds) / 1e9 if state in (_WAITING, _SYNCING) else 0.0
+        now = self.now
+        return time.monotonic() - now.since if now.state in (WAITING, SYNCING) else 0.0
 
     @property
     def now(self) -> StatusEntry:

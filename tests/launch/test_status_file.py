@@ -48,33 +48,33 @@ def test_a_working_rank_is_read(tmp_path: Path) -> None:
     before = time.monotonic()
     StatusFile.create(tmp_path, 0, 1).working(4, FORWARD)
     status = only(tmp_path)
-    assert (status.state, status.step, status.action, status.peer) == ("working", 4, "1F3", None)
+    assert (status.state, status.now.step, status.now.action, status.now.peer) == ("working", 4, "1F3", None)
     assert (status.pid, status.process, status.failure) == (os.getpid(), "running", "")
-    assert before <= status.since <= time.monotonic()
+    assert before <= status.now.since <= time.monotonic()
 
 
 def test_a_waiting_rank_names_its_peer(tmp_path: Path) -> None:
     StatusFile.create(tmp_path, 0, 1).waiting(4, RECEIVE, 2)
     status = only(tmp_path)
-    assert (status.state, status.action, status.peer) == ("waiting", "1RECV_F3", 2)
+    assert (status.state, status.now.action, status.now.peer) == ("waiting", "1RECV_F3", 2)
 
 
 def test_a_rank_between_steps_has_no_action(tmp_path: Path) -> None:
     StatusFile.create(tmp_path, 0, 1).idle(5)
     status = only(tmp_path)
-    assert (status.state, status.step, status.action) == ("idle", 5, "")
+    assert (status.state, status.now.step, status.now.action) == ("idle", 5, "")
 
 
 def test_a_rank_that_prepares_a_step_names_the_step(tmp_path: Path) -> None:
     status_file = StatusFile.create(tmp_path, 0, 1)
     status_file.idle(5)
     status_file.preparing(6)
-    assert (only(tmp_path).state, only(tmp_path).step, status_file.now.step) == ("preparing", 6, 6)
+    assert (only(tmp_path).state, only(tmp_path).now.step, status_file.now.step) == ("preparing", 6, 6)
 
 
 def test_a_syncing_rank_names_the_sync_point(tmp_path: Path) -> None:
     StatusFile.create(tmp_path, 0, 1).syncing(6, sync_point_code("the end of step"))
-    assert (only(tmp_path).state, only(tmp_path).action) == ("syncing", "")
+    assert (only(tmp_path).state, only(tmp_path).now.action) == ("syncing", "")
     assert only(tmp_path).now.sync_point == "the end of step 6"
 
 
@@ -104,7 +104,7 @@ def test_the_file_of_a_killed_rank_is_readable(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_another_process(killed) == -signal.SIGKILL
-    assert (only(tmp_path).action, only(tmp_path).process) == ("1RECV_F3", "gone")
+    assert (only(tmp_path).now.action, only(tmp_path).process) == ("1RECV_F3", "gone")
 
 
 def test_a_stopped_rank_is_seen(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_opening_the_file_twice_in_one_process_shares_it(tmp_path: Path) -> None
     for step in range(9):
         second.working(step, FORWARD)
     first.ended()
-    assert (only(tmp_path).state, only(tmp_path).step) == ("ended", 8)
+    assert (only(tmp_path).state, only(tmp_path).now.step) == ("ended", 8)
 
 
 def test_interleaved_writers_of_one_process_do_not_hide_entries(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_interleaved_writers_of_one_process_do_not_hide_entries(tmp_path: Path) 
     for step in range(9):
         first.working(step, FORWARD)
     second.working(20, FORWARD)
-    assert only(tmp_path).step == 20
+    assert only(tmp_path).now.step == 20
 
 
 def test_a_torn_entry_is_skipped(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_torn_entry_is_skipped(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[64 + 3 * 48 + 40] ^= 255  # the second sequence number of the third entry
     path.write_bytes(data)
-    assert only(tmp_path).step == 1
+    assert only(tmp_path).now.step == 1
 
 
 def test_a_reader_never_sees_half_an_entry(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_reader_never_sees_half_an_entry(tmp_path: Path) -> None:
 
 def test_an_invalid_action_code_is_shown_as_a_number(tmp_path: Path) -> None:
     StatusFile.create(tmp_path, 0, 1).working(1, 15)
-    assert only(tmp_path).action == "code 15"
+    assert only(tmp_path).now.action == "code 15"
 
 
 def test_the_files_of_an_earlier_run_can_be_cleared(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_the_first_failure_is_kept_until_it_is_cleared(tmp_path: Path) -> None:
     status_file.working(4, FORWARD)
     status_file.failed("first")
     status_file.failed("second")
-    assert (only(tmp_path).state, only(tmp_path).failure, only(tmp_path).action) == ("failed", "first", "1F3")
+    assert (only(tmp_path).state, only(tmp_path).failure, only(tmp_path).now.action) == ("failed", "first", "1F3")
     status_file.recovered()
     assert only(tmp_path).state == "working"
 
