@@ -22,16 +22,8 @@ from penstock.api.pipeline import Pipeline
 from penstock.api.step_logs import StepLogs
 from penstock.api.train_options import TrainOptions
 from penstock.batches import Microbatch
-from penstock.capture import is_inexact
-from penstock.checkpoint import (
-    Batches,
-    CheckpointDir,
-    CheckpointOptions,
-    PeriodicSaver,
-    batches_from,
-    random_state,
-    random_state_restorer,
-)
+from penstock.capture import GeneratorStates, is_inexact
+from penstock.checkpoint import Batches, CheckpointDir, CheckpointOptions, PeriodicSaver, batches_from
 from penstock.errors import CheckpointError, PenstockWarning, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace, named_leaves
 from penstock.launch import StopRequest, catch_stop_signals
@@ -383,7 +375,7 @@ class _Loop:
         if self._eval_batches is None:
             return
         # The data may be drawn from the global random state, on which the training must not depend.
-        restore = random_state_restorer(random_state())
+        generators = GeneratorStates.of_process()
         total = weight = 0.0
         for batch in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
             call = step_call(batch, self._pipe.has_loss_fn)
@@ -393,7 +385,7 @@ class _Loop:
             if result.loss is None:
                 raise RunError("the batches to evaluate have no loss", hint="batches with targets or labels")
             total, weight = total + float(result.loss) * samples, weight + samples
-        restore()
+        generators.restore()
         if not weight:
             raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
         self._metrics = self._history.steps[-1] = replace(metrics, eval_loss=total / weight)

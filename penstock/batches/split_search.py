@@ -25,11 +25,9 @@ from penstock.capture import (
     is_inexact,
     is_integer,
     isolated,
-    python_generators,
     register_containers,
     seed_generators,
     tensors_in,
-    torch_generators,
     uncompiled,
     user_line,
     without_cache,
@@ -297,7 +295,7 @@ class _Search:
         """The leaves of the model's output; None if it raises an error, which is noted."""
         args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
         seed_generators(_SEED)
-        generators = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])
+        generators = GeneratorStates.of_process()
         versions = [buffer._version for buffer in self._model.buffers()]
         try:
             result = leaves(self._model(*args, **without_cache(self._model, kwargs)))

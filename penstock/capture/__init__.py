@@ -51,7 +51,7 @@ from penstock.capture.dtypes import (
     largest_magnitude,
 )
 from penstock.capture.function_kinds import GRADIENT_FUNCTIONS
-from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
+from penstock.capture.generators import GeneratorStates, seed_generators
 from penstock.capture.granularity import Granularity, outer_modules
 from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import (

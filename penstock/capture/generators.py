@@ -59,6 +59,12 @@ class GeneratorStates:
     def __init__(self, generators: Iterable[GeneratorAccess]) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators]
 
+    @classmethod
+    def of_process(cls) -> "GeneratorStates":
+        """The states of the global generators: Python's, numpy's, and torch's on all devices in use."""
+        is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls([*python_generators(), *torch_generators(is_cuda)])
+
     def have_moved(self) -> bool:
         """Whether a generator has been drawn from or seeded since."""
         return any(not _same_state(generator.get_state(), state) for generator, state in self._states)

@@ -6,9 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from penstock.capture import GeneratorStates
 from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.reader import Loaded
-from penstock.checkpoint.saving import CheckpointOptions, random_state, random_state_restorer
+from penstock.checkpoint.saving import CheckpointOptions
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import StepMetrics, as_int
 
@@ -57,7 +58,7 @@ class PeriodicSaver:
         # An iterable may draw its batches from the global generators, for example to shuffle. To skip the batches that
         # were used, they are drawn again from the state that the program starts with, as in the first run; after them
         # the saved state applies.
-        fresh = random_state()
+        fresh = GeneratorStates.of_process()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -66,12 +67,12 @@ class PeriodicSaver:
                 # Another attempt would find the same damaged checkpoint, or one of another model.
                 error.is_final = error.is_shared or isinstance(error, CheckpointError)
                 raise
-        resumed = random_state()
+        resumed = GeneratorStates.of_process()
         self._num_batches, self.num_skipped, self.run_id = _position(loaded, self.run_id)
         self.step = self._saved = loaded.step
-        random_state_restorer(fresh)()
+        fresh.restore()
         left = batches_from(batches, self._num_batches)
-        random_state_restorer(resumed)()
+        resumed.restore()
         messages = (*(str(warning.message) for warning in caught), self._on_resume(loaded))
         text = "".join(f"; {message}" for message in messages if message)
         return left, f"resumed from {loaded.path}, after step {loaded.step}{text}"

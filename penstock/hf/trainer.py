@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
 from penstock.batches import Batch, BatchSplitter
-from penstock.capture import GeneratorStates, Granularity, python_generators, sharded_head, torch_generators
+from penstock.capture import GeneratorStates, Granularity, sharded_head
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
 from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters
@@ -457,7 +457,7 @@ class PipelineMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         with _preserve_random_state():
             self.pipe.load(state, optimizer, scheduler=self.lr_scheduler)
-            self._resumed_random = _random_state()
+            self._resumed_random = GeneratorStates.of_process()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Already loaded by the pipeline."""
@@ -573,13 +573,8 @@ def _deep_copy(data: Any) -> Any:
 @contextmanager
 def _preserve_random_state() -> Iterator[None]:
     """Restore all random generators afterwards, so that planning does not change the training."""
-    states = _random_state()
+    states = GeneratorStates.of_process()
     try:
         yield
     finally:
         states.restore()
-
-
-def _random_state() -> GeneratorStates:
-    is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return GeneratorStates([*python_generators(), *torch_generators(is_cuda)])

@@ -16,9 +16,7 @@ from penstock.capture import (
     in_precision,
     isolated,
     object_items,
-    python_generators,
     tensors_in,
-    torch_generators,
     uncompiled,
 )
 from penstock.errors import PenstockError, RunError
@@ -171,8 +169,7 @@ class LossFunction:
             stack.enter_context(uncompiled())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._generators = GeneratorStates([*python_generators(), *torch_generators(is_cuda)])
+            self._generators = GeneratorStates.of_process()
             yield
 
     def _call(self, output: Any, target: Any, inputs: Mapping[tuple[int, str], Tensor]) -> Evaluation:
