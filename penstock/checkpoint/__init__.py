@@ -27,50 +27,11 @@ from penstock.checkpoint.directory import (
     with_checkpoints,
 )
 from penstock.checkpoint.loading import Loader, LoadTargets
-from penstock.checkpoint.locks import VanishedError
+from penstock.checkpoint.locks import VanishedError, lock_exclusively
 from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest, step_of
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.saving import CheckpointOptions, SavedState, Saver, random_state, random_state_restorer
+from penstock.checkpoint.saving import CheckpointOptions, Saver
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter
-
-__all__ = [
-    "CONFIG",
-    "DTYPES",
-    "LOSS_STATE",
-    "PLAN",
-    "RUN",
-    "TEMPORARY",
-    "BackgroundWriter",
-    "Batches",
-    "CheckpointDir",
-    "CheckpointOptions",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "LoadTargets",
-    "Loaded",
-    "Loader",
-    "Manifest",
-    "ModelNames",
-    "PeriodicSaver",
-    "SavedState",
-    "Saver",
-    "TensorReader",
-    "VanishedError",
-    "batches_from",
-    "check_digests",
-    "find_checkpoints",
-    "is_checkpoint",
-    "list_checkpoints",
-    "match_names",
-    "open_newest",
-    "open_tensors",
-    "random_state",
-    "random_state_restorer",
-    "read_manifest",
-    "step_of",
-    "verify_checkpoints",
-    "with_checkpoints",
-]

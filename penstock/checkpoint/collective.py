@@ -9,7 +9,7 @@ from penstock.runtime import ProcessGroups, RankSync, SyncRequest
 
 
 @contextmanager
-def errors_on_all_ranks(sync: RankSync, request: SyncRequest) -> Iterator[None]:
+def sync_after(sync: RankSync, request: SyncRequest) -> Iterator[None]:
     """Synchronise all ranks after the body; an exception in the body of one rank is raised on every rank."""
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.capture import internal_call
-from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
+from penstock.checkpoint.collective import run_on_first_rank, sync_after
 from penstock.checkpoint.directory import MAX_TRIES, open_tensors, with_checkpoints
 from penstock.checkpoint.locks import VanishedError, lock_shared, vanished
 from penstock.checkpoint.manifest import MAX_STEP
@@ -30,7 +30,6 @@ from penstock.runtime import (
     RankSync,
     SyncRequest,
     SyncVote,
-    distribute_like,
     unsaved_buffer_names,
 )
 
@@ -65,7 +64,7 @@ class Loader:
     def load(self, path: Any, step: int, targets: LoadTargets) -> Loaded:
         """Load the newest good checkpoint; a collective call."""
         request = SyncRequest("load", step)
-        with errors_on_all_ranks(self._sync, request):
+        with sync_after(self._sync, request):
             from_hugging_face = is_hugging_face(path)
             if from_hugging_face:
                 for name in ("optimizer", "scheduler"):
@@ -160,15 +159,15 @@ class Loader:
             self._sync.close()
             raise vanished(Path(request.text))
         if some_failed:
-            with errors_on_all_ranks(self._sync, request):
+            with sync_after(self._sync, request):
                 if error is not None and not is_damaged:
                     raise error
         self._sync.close()
         if not some_damaged:
             return result
         # Every rank returns the error of the first rank that found damage.
-        groups, text = self._groups, "" if error is None else str(error)
-        texts = [text] if groups.is_local else [groups.broadcast_text(text, rank) for rank in range(groups.num_ranks)]
+        text = "" if error is None else str(error)
+        texts = [self._groups.broadcast_text(text, rank) for rank in range(self._rank_and_ranks[1])]
         reasons = ((rank, text) for rank, text in enumerate(texts) if text)
         rank, reason = next(reasons, (0, "another replica cannot read it"))
         return f"{reason.splitlines()[0]} [rank {rank}]"
@@ -212,7 +211,7 @@ class Loader:
         restorers: list[Callable[[], None]] = []
         if targets.optimizer is not None:
             names, rows = parameter_names(self._part), self._part.rows.trained
-            restorers.append(reader.optimizer.restorer(targets.optimizer, names, distribute_like, rows))
+            restorers.append(reader.optimizer.restorer(targets.optimizer, names, rows))
         if targets.scheduler is not None:
             stems = reader.stems("scheduler")
             if not stems:

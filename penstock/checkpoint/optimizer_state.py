@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from penstock.capture import RowSlice
 from penstock.checkpoint.names import shorten
 from penstock.errors import CheckpointError, DamagedError
-from penstock.runtime import FindTensor, NamedTensors, decode_tree, encode_tree
-
-Shard = Callable[[Tensor, Tensor], Tensor]
-"""from a whole tensor to this rank's shard of it, laid out like a given parameter"""
+from penstock.runtime import FindTensor, NamedTensors, decode_tree, distribute_like, encode_tree
 
 
 @dataclass(frozen=True)
@@ -110,11 +107,7 @@ class SavedOptimizer:
                 self._states[name] = (state, group, find)
 
     def restorer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[int, str],
-        shard: Shard,
-        rows: Mapping[int, RowSlice],
+        self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], rows: Mapping[int, RowSlice]
     ) -> Callable[[], None]:
         """Read and check the state for an optimizer; the returned function applies it.
 
@@ -123,9 +116,7 @@ class SavedOptimizer:
         self._check(optimizer, names)
         options = [self._group_options(index, group, names) for index, group in enumerate(optimizer.param_groups)]
         states = {
-            parameter: self._parameter_state(
-                parameter, names[id(parameter)], group_options, shard, rows.get(id(parameter))
-            )
+            parameter: self._parameter_state(parameter, names[id(parameter)], group_options, rows.get(id(parameter)))
             for group, group_options in zip(optimizer.param_groups, options, strict=True)
             for parameter in group["params"]
             if id(parameter) in names
@@ -186,12 +177,7 @@ class SavedOptimizer:
         return dict(decode_tree(options, find))
 
     def _parameter_state(
-        self,
-        parameter: nn.Parameter,
-        name: str,
-        options: Mapping[str, Any],
-        shard: Shard,
-        rows: RowSlice | None,
+        self, parameter: nn.Parameter, name: str, options: Mapping[str, Any], rows: RowSlice | None
     ) -> dict[str, Any]:
         """The state of a parameter, on its device and sharded like it."""
         state, _, find = self._states[name]
@@ -205,7 +191,7 @@ class SavedOptimizer:
                 is_whole = tensor.shape == (rows.size, *parameter.shape[1:])
                 tensor = (rows.of(tensor) if is_whole else tensor).clone()
             if tensor.shape == parameter.shape and tensor.dim():
-                return shard(tensor, parameter)
+                return distribute_like(tensor, parameter)
             return tensor.to(parameter.device) if tensor.dim() or on_device else tensor
 
         return dict(decode_tree(state, place))

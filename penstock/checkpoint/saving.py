@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
+from penstock.checkpoint.collective import run_on_first_rank, sync_after
 from penstock.checkpoint.directory import CheckpointDir
 from penstock.checkpoint.manifest import Manifest, PlanSummary, TensorRecord, fingerprint, step_name
 from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer_state
@@ -59,16 +59,6 @@ class CheckpointOptions:
             raise CheckpointError("asynchronous must be True or False", got=repr(self.asynchronous))
 
 
-@dataclass(frozen=True)
-class SavedState:
-    """The state that is saved besides the model."""
-
-    optimizer: Any = None
-    scheduler: Any = None
-    run: Mapping[str, Any] | None = None
-    """scaler, position and extra, as far as there are any"""
-
-
 class Saver:
     """Writes the checkpoints of one Pipeline."""
 
@@ -78,8 +68,13 @@ class Saver:
         self._copies: HostCopies | None = None
         self._layout: StateLayout | None = None
 
-    def save(self, plan: Plan, step: int, state: SavedState, options: CheckpointOptions) -> Path:
-        """Write a checkpoint; a collective call. Returns its directory."""
+    def save(
+        self, plan: Plan, step: int, optimizer: Any, scheduler: Any, run: Mapping[str, Any], options: CheckpointOptions
+    ) -> Path:
+        """Write a checkpoint; a collective call. Returns its directory.
+
+        `optimizer` and `scheduler` may be None. `run` has the scaler, if there is one, position and extra.
+        """
         settings = {"keep": options.keep} if options.keep is not None else {}
         settings |= {"asynchronous": True} if options.asynchronous else {}
         request = SyncRequest("save", step, ", ".join(f"{name}={value}" for name, value in settings.items()))
@@ -87,17 +82,16 @@ class Saver:
         self._background.wait()
         self.check(request)
         # 1. Check everything that can be wrong before anything is written, on all ranks.
-        with errors_on_all_ranks(self._sync, request):
+        with sync_after(self._sync, request):
             # Not by pathlib, which raises for a directory that may not be searched: creating it gives a better error.
             if os.path.exists(root) and not os.path.isdir(root):
                 raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
             self._part.check_weights()
-            if state.optimizer is not None:
-                check_optimizer(state.optimizer, parameter_names(self._part), self._part.remote_parameters)
-            run: dict[str, Any] | None = None
+            if optimizer is not None:
+                check_optimizer(optimizer, parameter_names(self._part), self._part.remote_parameters)
             run_tensors: NamedTensors = {}
-            if state.run is not None and self._groups.rank == 0:
-                run = {name: encode_tree(value, run_tensors, name) for name, value in state.run.items()}
+            if self._groups.rank == 0:
+                run = {name: encode_tree(value, run_tensors, name) for name, value in run.items()}
         # 2. Agree on the rank that saves each tensor. Names and shapes do not change: once for all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)
         # 3. Make a temporary directory. By an absolute path: the thread may still write after the program has changed
@@ -105,14 +99,12 @@ class Saver:
         writer = self._create(root.absolute(), request)
         # 4. Collect the contents of this rank's files, as copies if training continues while they are written.
         try:
-            with errors_on_all_ranks(self._sync, request):
+            with sync_after(self._sync, request):
                 # A thread writes copies; those of the previous save, which has ended, may be overwritten.
                 copies = HostCopies(self._copies) if options.asynchronous and not self._groups.pipeline else None
-                contents = self._own_files(writer, state, copies)
-                if run is not None:
-                    contents |= _document_files(RUN, run, run_tensors, copies)
+                contents = self._own_files(writer, optimizer, scheduler, copies)
                 if self._groups.rank == 0:
-                    contents |= _plan_files(plan, self._part)
+                    contents |= _document_files(RUN, run, run_tensors, copies) | _plan_files(plan, self._part)
                 self._copies = copies or self._copies
         except BaseException:
             writer.abandon()
@@ -163,8 +155,7 @@ class Saver:
 
     def wait(self, step: int) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank."""
-        self._background.wait()
-        with errors_on_all_ranks(self._sync, SyncRequest("wait_for_save", step)):
+        with sync_after(self._sync, SyncRequest("wait_for_save", step)):
             self._background.wait_and_raise()
 
     def _create(self, root: Path, request: SyncRequest) -> CheckpointWriter:
@@ -183,7 +174,7 @@ class Saver:
         return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
     def _own_files(
-        self, writer: CheckpointWriter, state: SavedState, copies: "HostCopies | None"
+        self, writer: CheckpointWriter, optimizer: Any, scheduler: Any, copies: "HostCopies | None"
     ) -> dict[str, Content]:
         """The files that this rank writes, by name.
 
@@ -202,14 +193,15 @@ class Saver:
             if names:
                 file = _stage_file(stage)
                 files[file] = _whole_tensors(file, {name: weights[at] for name, at in names.items()}, copies)
-        if state.optimizer is not None:
-            names, joined = parameter_names(self._part), self._joined_states(state.optimizer)
-            parts = split_optimizer_state(state.optimizer, names, self._layout.stage_of, joined)
+        if optimizer is not None:
+            names, joined = parameter_names(self._part), self._joined_states(optimizer)
+            stage_of = {name: stage for stage, own in self._layout.own.items() for name in own}
+            parts = split_optimizer_state(optimizer, names, stage_of, joined)
             for stage, part in parts.items():
                 files |= _document_files(f"optimizer-{stage:03d}", part.document, part.tensors, copies)
         rank_state = {"random": random_state()}
-        if state.scheduler is not None:
-            rank_state["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
+        if scheduler is not None:
+            rank_state["scheduler"] = scheduler_document(scheduler, optimizer)
         for kind, value in rank_state.items():
             tensors: NamedTensors = {}
             document = encode_tree(value, tensors, kind)
@@ -288,14 +280,9 @@ class StateLayout:
                 if at in part.rows.slices:
                     dtype, shape = formats[index][name]
                     formats[index][name] = dtype, (part.rows.slices[at].size, *shape[1:])
-        groups = part.groups
-        everywhere: list[tuple[int, dict[str, Any]]] = list(formats.items())
-        if not groups.is_local:
-            text = json.dumps(formats)
-            texts = [
-                groups.broadcast_text(text if groups.rank == rank else "", rank) for rank in range(groups.num_ranks)
-            ]
-            everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
+        groups, text = part.groups, json.dumps(formats)
+        texts = [groups.broadcast_text(text, rank) for rank in range(1 if groups.is_local else groups.num_ranks)]
+        everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
         # Every rank computes the same from the same texts: the first stage that has a tensor saves it.
         tensors: dict[str, TensorRecord] = {}
         for index, names in sorted(everywhere):
@@ -306,11 +293,6 @@ class StateLayout:
             for index, names in here.items()
         }
         return cls(tensors, own)
-
-    @property
-    def stage_of(self) -> dict[str, int]:
-        """The tensors that this process saves, each with its stage."""
-        return {name: index for index, names in self.own.items() for name in names}
 
 
 def parameter_names(part: ModelPart) -> dict[int, str]:
