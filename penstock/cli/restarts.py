@@ -1,10 +1,9 @@
 """Restarts a training run from its checkpoints, and guards the directory of the checkpoints."""
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,32 +81,18 @@ def locked(directory: Path | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    from penstock.checkpoint import lock_exclusively
+
+    end = time.monotonic() + _LOCK_SECONDS
+    while (lock := lock_exclusively(directory.resolve())) is None:
+        if time.monotonic() > end:
+            hint = "another directory, or stop the other run"
+            raise PenstockError("another run is saving to this directory", checkpoint=directory, hint=hint)
+        time.sleep(_POLL_SECONDS)
     try:
-        _lock(number, directory)
         yield
     finally:
-        with suppress(OSError):
-            # Explicitly: processes forked meanwhile have the descriptor too.
-            fcntl.flock(number, fcntl.LOCK_UN)
-        os.close(number)
-
-
-def _lock(number: int, directory: Path) -> None:
-    """Lock an open directory; raises PenstockError if another run keeps its lock for _LOCK_SECONDS."""
-    end = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > end:
-                hint = "another directory, or stop the other run"
-                problem = "another run is saving to this directory"
-                raise PenstockError(problem, checkpoint=directory, hint=hint) from None
-            time.sleep(_POLL_SECONDS)
-        except OSError:
-            return  # a file system without locks
+        lock.release()
 
 
 class SavedPlan(NamedTuple):

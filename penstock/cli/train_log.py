@@ -1,7 +1,7 @@
 """The output of a training run: one line per step, and the files in its --out directory."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -121,18 +121,11 @@ def step_line(report: "StepReport", predicted_seconds: float) -> str:
 
 def step_dict(report: "StepReport", predicted_seconds: float) -> dict[str, Any]:
     """A step as JSON values."""
-    metrics = report.metrics
     return {
-        "step": metrics.step,
+        **asdict(report.metrics),
         "steps": report.num_steps,
-        "loss": metrics.loss,
-        "grad_norm": metrics.grad_norm,
-        "lr": metrics.lr,
-        "eval_loss": metrics.eval_loss,
-        "seconds": metrics.seconds,
         "pipeline_seconds": report.pipeline_seconds,
         "predicted_seconds": predicted_seconds,
-        "samples": metrics.samples,
         "tokens": report.tokens,
         "slowest_stage": report.slowest[0],
         "slowest_stage_seconds": report.slowest[1],

@@ -28,7 +28,7 @@ from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan
 from penstock.api.plan_together import plan_together
 from penstock.capture import dtype_name
-from penstock.demo.gpt import Sizes, gpt, loss
+from penstock.demo.gpt import Sizes, batch, gpt, loss
 from penstock.errors import PenstockError
 from penstock.ir import GRADIENT, Cluster, DeviceSpeed, Plan, bytes_text, compare_tensors, percent_text, seconds_text
 from penstock.launch import check_devices, launch, num_cores, use_local_device
@@ -189,15 +189,13 @@ def _mesh(backend: str, timeout_seconds: float | None = None) -> DeviceMesh | No
     return DeviceMesh.from_group(group, "cuda", mesh_dim_names=("pp",))
 
 
-def _batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, sizes.vocabulary, (sizes.samples, sizes.length + 1), generator=generator).to(device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _model(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def _model_and_batch(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """The model, the tokens and the targets: the same on every rank."""
     torch.manual_seed(0)
-    return gpt(sizes).to(device, dtype)
+    x, y = batch(sizes)
+    return gpt(sizes).to(device, dtype), x.to(device), y.to(device)
 
 
 def measure_rank(kind: str, is_quick: bool) -> str:
@@ -234,7 +232,7 @@ def _parity(
     schedule: str, dtype: torch.dtype, backend: str, mesh: DeviceMesh | None, sizes: Sizes, device: torch.device
 ) -> dict[str, Any]:
     """One step of the pipeline compared with the unsplit model, which every rank has."""
-    model, (x, y) = _model(sizes, device, dtype), _batch(sizes, device)
+    model, x, y = _model_and_batch(sizes, device, dtype)
     plain = copy.deepcopy(model)
     expected_loss = loss(plain(x), y)
     expected_loss.backward()
@@ -262,7 +260,7 @@ def _steps(
     mesh: DeviceMesh | None, sizes: Sizes, device: torch.device, is_quick: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Plan together, train some steps, and compare time and memory with the prediction."""
-    model, (x, y) = _model(sizes, device), _batch(sizes, device)
+    model, x, y = _model_and_batch(sizes, device)
 
     def make(cluster: Cluster) -> Plan:
         budget = _BUDGET_SECONDS[is_quick]
@@ -274,7 +272,7 @@ def _steps(
     seconds = []
     for _ in range(_STEPS[is_quick]):
         pipe.step(x, target=y)
-        _clear_gradients(pipe)
+        pipe.zero_grad()
         _synchronize(device)
         dist.barrier()
         start = time.perf_counter()
@@ -295,11 +293,6 @@ def _steps(
     return prediction, memory
 
 
-def _clear_gradients(pipe: Pipeline) -> None:
-    for parameter in pipe.parameters():
-        parameter.grad = None
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -307,7 +300,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _peak_bytes(pipe: Pipeline, x: Tensor, y: Tensor, device: torch.device) -> int:
     """This rank's parameters and the most bytes that a step holds beside them, gradients included."""
-    _clear_gradients(pipe)
+    pipe.zero_grad()
     held = sum(parameter.nbytes for parameter in pipe.parameters())
     if device.type == "cpu":
         with AllocationTracker() as tracker:
@@ -345,7 +338,7 @@ def fault_rank(fault: str, kind: str, backend: str, mark: str) -> None:
     """Train one step, and a second one in which the last rank fails."""
     device = use_local_device(kind)
     sizes = _SIZES["quick"]
-    model, (x, y) = _model(sizes, device), _batch(sizes, device)
+    model, x, y = _model_and_batch(sizes, device)
     calls = 0
 
     def failing(output: Tensor, target: Tensor) -> Tensor:

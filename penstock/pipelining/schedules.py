@@ -117,7 +117,8 @@ class _PipelineSchedule:
         self._order: Schedule | Program | None = None
         self._version = 0
         """how often orders or custom functions were changed"""
-        self._programs: dict[tuple[int, bool], Program] = {}
+        self._programs: dict[bool, Program] = {}
+        """of a training step (True) and of an evaluation, for the current orders and custom functions"""
         self._engine: UserStageEngine | None = None
         self._tied: TiedReducer | None = None
         self._num_calls = 0
@@ -369,8 +370,7 @@ class _PipelineSchedule:
 
     def _program(self, is_training: bool) -> Program:
         """The lowered orders of a training or evaluation step."""
-        key = self._version, is_training
-        if key not in self._programs:
+        if is_training not in self._programs:
             order = self._checked_order()
             if isinstance(order, Program) and is_training:
                 program = order
@@ -387,8 +387,8 @@ class _PipelineSchedule:
             verify(program)
             if is_training and program.is_forward_only:
                 raise ScheduleError("orders of a step must have backwards", hint="schedule.eval(...), or no loss_fn")
-            self._programs[key] = program
-        return self._programs[key]
+            self._programs[is_training] = program
+        return self._programs[is_training]
 
     def _started_engine(self) -> UserStageEngine:
         """The engine of this rank, made in the first step: that is a collective call."""
