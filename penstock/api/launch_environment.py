@@ -74,7 +74,7 @@ def check_variables(environment: Mapping[str, str], num_devices: int) -> Iterato
         if len(missing) < len(VARIABLES):
             yield launch._replace(warning=f"{', '.join(missing)} not set", hint=_TORCHRUN, is_fatal=True)
         elif "SLURM_PROCID" in environment:
-            hint = "srun with torchrun on every node, as in docs/clusters.md"
+            hint = "srun with torchrun on every node, as in docs/slurm.md"
             yield launch._replace(warning="srun started this process, and no rank is set", hint=hint, is_fatal=True)
         else:
             yield launch

@@ -1,10 +1,10 @@
 """TrainOptions: the options of a training loop, which are also flags of `penstock train`. Does not load torch."""
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, NamedTuple, get_args
 
 from penstock.errors import PenstockError
 
@@ -135,7 +135,3 @@ class TrainOptions:
             return 1.0
         share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return 1.0 - share if self.lr_schedule == LINEAR else 0.5 * (1.0 + math.cos(math.pi * share))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as JSON values, for a checkpoint."""
-        return asdict(self)
