@@ -7,8 +7,7 @@ plan.py                  plan: search for the best plan; example_batch.py measur
 plan_together.py         plan_together: the same on the ranks of a running process group
 simulation.py            schedule, simulate: named schedules and predicted traces
 pipeline.py              Pipeline: one rank of a pipeline that trains
-arguments.py             checks of the arguments of Pipeline, plan and check
-plan_agreement.py        the comparison of these arguments over all ranks of a Pipeline
+arguments.py             checks of the arguments of Pipeline, plan and check, and their comparison over ranks
 forward_pass.py          the result of `Pipeline.forward`
 rank_parameters.py       functions of torch that need the gradients of all ranks: clip_grad_norm_, LBFGS
 check.py                 check: one step compared with the unsplit model

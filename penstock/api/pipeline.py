@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from penstock.api.arguments import (
     LossFn,
+    agree_on_plan,
     check_choices,
     check_execution,
     check_loss_fn,
@@ -21,7 +22,6 @@ from penstock.api.arguments import (
     shown,
 )
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.api.plan_agreement import agree_on_plan
 from penstock.api.rank_parameters import RankParameters, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
@@ -185,11 +185,10 @@ class Pipeline:
 
     def _make_engine(self) -> Engine:
         """The engine for the current plan."""
-        part, options, split = self._part, self._options, self._split
+        part, head, options, split = self._part, self._loss_head, self._options, self._split
         if self._staleness is None or self.optimizer is None:
-            return Engine(part, self.plan, self._sync, self._loss_head, options, self._inputs, split)
-        stale = self.optimizer, self._staleness
-        return AsyncEngine(part, self.plan, self._sync, self._loss_head, options, *stale, split=split)
+            return Engine(part, self.plan, self._sync, head, options, self._inputs, split)
+        return AsyncEngine(part, self.plan, self._sync, head, options, self.optimizer, self._staleness, split=split)
 
     def __repr__(self) -> str:
         part, plan = self._part, self.plan
