@@ -5,6 +5,25 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import (
+    CaptureError,
+    CheckpointError,
+    CodeError,
+    CostError,
+    DamagedError,
+    FitError,
+    FormatError,
+    GraphError,
+    NoLossError,
+    PartitionError,
+    PenstockError,
+    PenstockWarning,
+    PlanError,
+    RunError,
+    ScheduleError,
+    ViewError,
+)
+
 if TYPE_CHECKING:
     from penstock.api.check import ParityReport, check
     from penstock.api.measuring import clear_profiles, measure, measure_links, measure_speed
@@ -21,24 +40,6 @@ if TYPE_CHECKING:
     from penstock.auto.pipeline import AutoPipeline, ParallelizeFnProtocol, PipelineInfo
     from penstock.auto.planning import generate_hf_model_fqn_per_model_part
     from penstock.checkpoint import CheckpointOptions
-    from penstock.errors import (
-        CaptureError,
-        CheckpointError,
-        CodeError,
-        CostError,
-        DamagedError,
-        FitError,
-        FormatError,
-        GraphError,
-        NoLossError,
-        PartitionError,
-        PenstockError,
-        PenstockWarning,
-        PlanError,
-        RunError,
-        ScheduleError,
-        ViewError,
-    )
     from penstock.ir import (
         Cluster,
         Cuts,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from penstock.runtime import GradScaler, Result, RunOptions
 
 __version__ = "0.1.0"
-# The module that defines each public name.
+# The module that defines each public name that is loaded at first use.
 _HOMES = {
     "penstock.api.check": ("ParityReport", "check"),
     "penstock.api.measuring": ("clear_profiles", "measure", "measure_links", "measure_speed"),
@@ -83,24 +84,6 @@ _HOMES = {
     "penstock.auto.pipeline": ("AutoPipeline", "ParallelizeFnProtocol", "PipelineInfo"),
     "penstock.auto.planning": ("generate_hf_model_fqn_per_model_part",),
     "penstock.checkpoint": ("CheckpointOptions",),
-    "penstock.errors": (
-        "CaptureError",
-        "CheckpointError",
-        "CodeError",
-        "CostError",
-        "DamagedError",
-        "FitError",
-        "FormatError",
-        "GraphError",
-        "NoLossError",
-        "PartitionError",
-        "PenstockError",
-        "PenstockWarning",
-        "PlanError",
-        "RunError",
-        "ScheduleError",
-        "ViewError",
-    ),
     "penstock.ir": (
         "Cluster",
         "Cuts",
@@ -127,7 +110,8 @@ _HOMES = {
     "penstock.passes": ("lower", "verify"),
     "penstock.runtime": ("GradScaler", "Result", "RunOptions"),
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
+_ERRORS = [name for name, value in globals().items() if getattr(value, "__module__", "") == "penstock.errors"]
+__all__ = sorted([*_ERRORS, *(name for names in _HOMES.values() for name in names)])
 
 
 class _Package(ModuleType):
