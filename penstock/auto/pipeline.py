@@ -134,13 +134,6 @@ class PipelineInfo:
     stages: list[StageInfo] | None = None
     """the same with their positions"""
 
-    @classmethod
-    def of(cls, schedule: TrainingSchedule, parts: list[nn.Module]) -> "PipelineInfo":
-        """The info of a built pipeline."""
-        stages = [StageInfo(int(part.stage_index), schedule.order.num_stages, part) for part in parts]  # type: ignore[arg-type]
-        has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-        return cls(True, schedule, has_first, has_last, parts, stages)
-
 
 class AutoPipeline:
     """`AutoPipeline(config).build(model, loss_fn=...)` holds this rank's part of a pipeline; `step` trains it.
@@ -236,8 +229,15 @@ class AutoPipeline:
         else:
             # The text of a CSV may be given in place of its path.
             title = "a CSV" if "\n" in str(csv) else Path(csv).name
-        schedule = TrainingSchedule(title, pipeline, cache, takes_logits)
-        self.info = PipelineInfo.of(schedule, parts)
+        stages = [StageInfo(int(part.stage_index), plan.num_stages, part) for part in parts]  # type: ignore[arg-type]
+        self.info = PipelineInfo(
+            enabled=True,
+            schedule=TrainingSchedule(title, pipeline, cache, takes_logits),
+            has_first_stage=any(stage.is_first for stage in stages),
+            has_last_stage=any(stage.is_last for stage in stages),
+            model_parts=parts,
+            stages=stages,
+        )
         return self
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:

@@ -185,7 +185,7 @@ class Loader:
             if targets.random:
                 # Ranks that the saved run did not have continue with the random numbers of its first rank.
                 stem = f"random-{self._rank_and_ranks[0]:03d}"
-                document = reader.document(stem if reader.has(f"{stem}.json") else "random-000")
+                document = reader.document(stem if f"{stem}.json" in reader.manifest.files else "random-000")
                 steps.append(random_state_restorer(document))
             loaded = replace(
                 loaded,

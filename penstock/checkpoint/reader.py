@@ -213,10 +213,6 @@ class CheckpointReader:
         """Parameters and buffers."""
         return TensorReader({name: self.directory / record.file for name, record in self.manifest.tensors.items()})
 
-    def has(self, file: str) -> bool:
-        """Whether a file is part of the checkpoint."""
-        return file in self.manifest.files
-
     def content(self, file: str) -> bytes:
         """The content of a file."""
         if file not in self.manifest.files:

@@ -36,7 +36,7 @@ def export(checkpoint: CheckpointReader, out: Path, config: Path | None = None) 
 
 def _read_config(checkpoint: CheckpointReader, config: Path | None) -> dict[str, Any]:
     """The fields of a config.json: of the given one, or of that in the checkpoint."""
-    if config is None and not checkpoint.has(CONFIG):
+    if config is None and CONFIG not in checkpoint.manifest.files:
         raise CheckpointError("the checkpoint has no configuration of a transformers model", hint=_CONFIG_HINT)
     file = None if config is None else config / CONFIG if config.is_dir() else config
     try:

@@ -228,9 +228,13 @@ class PipelineMixin:
         self._pipelined(model, inputs).train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        inputs, num_items_in_batch = self._own_samples_and_tokens(self._prepare_inputs(inputs), num_items_in_batch)
+        inputs = self._prepare_inputs(inputs)
+        own = self._own_samples(inputs)
+        if own is not inputs and num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # Replicas average their gradients, so each divides by its share of the tokens.
+            num_items_in_batch = num_items_in_batch / self._replicas
         try:
-            return self._step(inputs, num_items_in_batch)
+            return self._step(own, num_items_in_batch)
         except RunError as error:
             if self.args.auto_find_batch_size and (reason := out_of_memory(error)):
                 # All ranks raise an error of a step, so all of them try the next batch size.
@@ -253,13 +257,6 @@ class PipelineMixin:
         else:
             shares = list(splitter.split(batch, self._replicas))
         return inputs if len(shares) < self._replicas else shares[self._mesh.get_local_rank(REPLICAS)].kwargs
-
-    def _own_samples_and_tokens(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
-        """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""
-        own = self._own_samples(inputs)
-        if own is inputs or num_items_in_batch is None or not self.args.average_tokens_across_devices:
-            return own, num_items_in_batch
-        return own, num_items_in_batch / self._replicas
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The tokens of all replicas, or with `average_tokens_across_devices=False` those of this replica.
