@@ -156,7 +156,6 @@ class StreamRunner(StageRunner):
     def _select_batch(self, stage_pass: StagePass) -> tuple[StreamBatch, int]:
         """Select the batch of a pass; returns it with the index of the microbatch in the batch."""
         entry = self.window[stage_pass.microbatch]
-        assert entry is not None
         self.step, self._runs = entry[0].step, entry[0].runs
         return entry
 
@@ -207,8 +206,7 @@ class LossMessages:
         values, works = self._started.popleft()
         for work in works:
             self._groups.wait(work)
-        numbers: list[float] = values.tolist()
-        return numbers
+        return values.tolist()
 
     def clear(self) -> None:
         """Drop what was started, after a failure."""
@@ -336,7 +334,6 @@ class AsyncEngine(Engine):
             return None
         with watch_step(self._groups.monitor, step_number, True):
             num_before = sum(self._counts)
-            assert self._stream is not None
             with self._ending_stream_on_error():
                 for weights in self.weights.values():
                     weights.check_gradients()
@@ -459,7 +456,6 @@ class AsyncEngine(Engine):
 
     def _run(self, chunk: Chunk, is_timed: bool, num_before: int) -> None:
         """Run a chunk that comes after `num_before` microbatches."""
-        assert self._stream is not None
         start = min(num_before, self._stream.num_distinct)
         microbatches = [(batch, index) for batch in self._batches for index in range(len(batch.step.microbatches))]
         length = start + sum(self._counts) - num_before

@@ -543,8 +543,6 @@ class Engine:
     def _recover_messages(self, program: RankProgram, code: int) -> None:
         """Exchange the messages of the step that follow a failed action, so that all ranks can take another step."""
         failed_at, model_part, monitor = time.time(), self._model_part, self._groups.monitor
-        assert monitor is not None
-        assert self._runner.step is not None
         if self._transport.problem is not None or monitor.has_lost_contact or self._runner.probe is not None:
             return
         if self._groups.num_pipelines > 1 or model_part.fsdp.modules:
@@ -655,8 +653,7 @@ class Engine:
             means = self._model_part.replicas.sum(torch.tensor(totals, dtype=torch.float64)) / self._groups.num_replicas
             means_by_name = dict(zip(sorted(weights), means.tolist(), strict=True))
             text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})
-        found: dict[str, tuple[float, Sequence[float]]] = json.loads(self._groups.broadcast_text(text, self._last_rank))
-        return found
+        return json.loads(self._groups.broadcast_text(text, self._last_rank))
 
     def _merge_outputs(self, step: Step) -> Any:
         """The outputs of the batch, on the rank of the last stage."""
@@ -732,7 +729,7 @@ def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_token
 def generators_restored() -> Iterator[None]:
     """Restore torch's generators at exit: replay seeds them, and a step must not change the user's random numbers."""
     host = torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:

@@ -135,7 +135,6 @@ class StageRunner:
     def forward(self, stage_pass: StagePass) -> None:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
-        assert step is not None
         if stage in self.fsdp.modules:
             self.fsdp.wait(stage)
         incoming: dict[str, Any] = {}
@@ -186,7 +185,6 @@ class StageRunner:
     def backward(self, stage_pass: StagePass) -> None:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
-        assert step is not None
         if stage in self.fsdp.modules:
             self.fsdp.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
@@ -272,8 +270,7 @@ class RankProgram:
     def clear(self) -> None:
         """Drop the values and messages of an interrupted step."""
         self.runner.clear()
-        slots: tuple[SendSlot | RecvSlot | LocalSlot, ...] = (*self.send_slots, *self.recv_slots, *self.local_slots)
-        for slot in slots:
+        for slot in (*self.send_slots, *self.recv_slots, *self.local_slots):
             slot.clear()
 
 
@@ -461,7 +458,6 @@ def _run_profiled(rank: int, action: CompiledAction) -> None:
     """Run an action in a range of the profiler, such as `PP:2F0`, and log it."""
     text = str(decode_one(action.code))
     _LOG.debug("rank %d: %s", rank, text)
-    assert action.run is not None
     with torch.profiler.record_function(f"PP:{text}"):
         action.run()
 

@@ -139,9 +139,9 @@ def _initializers(model: nn.Module, module: nn.Module, path: str) -> Iterator[In
     ancestors = (model.get_submodule(".".join(words[:end])) for end in range(len(words), -1, -1))
     owner = next((outer for outer in ancestors if callable(getattr(outer, "_init_weights", None))), None)
     if owner is not None:
-        yield owner._init_weights  # type: ignore[misc]
+        yield owner._init_weights
     if callable(getattr(module, "reset_parameters", None)):
-        yield lambda copy: copy.reset_parameters()  # type: ignore[operator]
+        yield lambda copy: copy.reset_parameters()
 
 
 def _initialize_copy(

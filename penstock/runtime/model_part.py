@@ -92,7 +92,7 @@ class ModelPart:
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
         self.rows = RowParameters(groups, plan, model, self._named_parameters())
         for row in self.rows.replaced.values():
-            self.layouts.setdefault(row.whole, self.layouts[row.rows])  # type: ignore[index,arg-type]
+            self.layouts.setdefault(row.whole, self.layouts[row.rows])
         reducers = (self.replicas, PartialGradients(groups, self.layouts), self.tied, self.rows)
         self.reducers = [reducer for reducer in reducers if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
@@ -167,7 +167,7 @@ class ModelPart:
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 if id(parameter) in replaced:
                     row = replaced[id(parameter)]
-                    name, parameter = row.slice.whole, row.whole  # type: ignore[assignment]
+                    name, parameter = row.slice.whole, row.whole
                 by_id.setdefault(id(parameter), (name, parameter))
         return dict(by_id.values())
 
@@ -197,7 +197,7 @@ class ModelPart:
         """The gradients of parameters that this rank owns, and how many ranks have the same shard of each."""
         skipped = self.tied.not_owned | self.rows.not_owned
         owned = [p for p in self.parameters.values() if p.grad is not None and id(p) not in skipped]
-        return [p.grad for p in owned], [self.layouts[p].copies for p in owned]  # type: ignore[misc]
+        return [p.grad for p in owned], [self.layouts[p].copies for p in owned]
 
     def describe(self, recordings: Iterable[Recording]) -> list[str]:
         """The lines about the model and its recordings that must be equal on all ranks of the pipeline."""

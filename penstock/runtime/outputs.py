@@ -197,7 +197,6 @@ class _Merging:
     def _rule(self, name: str) -> Any:
         if self.dims is None or type(self.dims) is int:
             return _NO_RULE if self.dims is None else self.dims
-        assert isinstance(self.dims, Mapping)
         words = name.split(".")
         prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
         return next((self.dims[prefix] for prefix in prefixes if prefix in self.dims), _NO_RULE)

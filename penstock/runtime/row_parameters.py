@@ -57,7 +57,7 @@ class RowParameters:
         """the rows that a whole parameter of this process replaces, by the ids of their parameters"""
         for row in self.replaced.values():
             # They share memory already, unless the model was on the meta device.
-            row.rows.data = row.slice.of(row.whole.data)  # type: ignore[union-attr]
+            row.rows.data = row.slice.of(row.whole.data)
 
     def _find(
         self, plan: Plan, wholes: Mapping[str, nn.Parameter], own: Mapping[str, nn.Parameter]
@@ -101,11 +101,11 @@ class RowParameters:
 
     def finish(self) -> None:
         """Sum on the rank of the whole parameter and send rows back; every rank visits them in the same order."""
-        trained = [row for row in self._summed if (row.rows if row.whole is None else row.whole).requires_grad]  # type: ignore[union-attr]
+        trained = [row for row in self._summed if (row.rows if row.whole is None else row.whole).requires_grad]
         for row in trained:
             gradient = None if row.rows is None else row.rows.grad
             if row.whole is None:
-                send_tensor(self._groups, gradient, row.whole_rank)  # type: ignore[arg-type]
+                send_tensor(self._groups, gradient, row.whole_rank)
                 continue
             if row.rows is None:
                 gradient = receive_tensor(self._groups, row.slice.of(row.whole), row.rows_rank)
@@ -117,7 +117,7 @@ class RowParameters:
                 row.whole.grad = total
         for row in trained:
             if row.whole is None:
-                row.rows.grad = receive_tensor(self._groups, row.rows, row.whole_rank)  # type: ignore
+                row.rows.grad = receive_tensor(self._groups, row.rows, row.whole_rank)
             elif row.rows is None:
                 gradient = row.whole.grad
                 send_tensor(self._groups, None if gradient is None else row.slice.of(gradient), row.rows_rank)
@@ -140,7 +140,6 @@ class RowParameters:
             elif first in own:
                 like = own[first].new_empty((self.slices[name].length, *own[first].shape[1:]))
                 received = receive_tensor(self._groups, like, ranks[name])
-                assert received is not None
                 rows.append(received)
         return torch.cat(rows) if first in own else None
 

@@ -159,7 +159,7 @@ def _check(init_scale: object, growth_factor: object, backoff_factor: object, gr
         if not is_finite(value):
             raise RunError(f"{name} must be a number", got=repr(value), hint="GradScaler(init_scale=65536.0)")
     interval = as_int(growth_interval)
-    if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):  # type: ignore[operator]
+    if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):
         raise RunError(
             "init_scale must be above 0, growth_factor at least 1 and backoff_factor between 0 and 1", **values
         )

@@ -109,7 +109,6 @@ class LossVote(NamedTuple):
             added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
         if not step.losses:
             return cls(added=added)
-        assert step.weights is not None
         losses = torch.stack([step.losses[index] for index in range(len(step.microbatches))])
         values, weights = losses.tolist(), [weight * step.scale for weight in step.weights]
         # A microbatch of weight 0 does not count, even if its loss is NaN.

@@ -260,7 +260,7 @@ class _RankCompiler:
             if values:
                 # One tag per edge and direction is enough: messages of one tag arrive in the order of their sends.
                 tag = source * self._program.num_stages + target
-                optional = crossing.optional_gradients if action.is_gradient else ()  # type: ignore[union-attr]
+                optional = crossing.optional_gradients if action.is_gradient else ()
                 codecs = tuple(self._codec(value, action.is_gradient, value.name in optional) for value in values)
                 route = Route(code, key, self._program.placement[action.peer], tag, codecs)
                 if action.kind is Kind.SEND:
@@ -295,7 +295,7 @@ class _RankCompiler:
             for each, stage_pass in zip(action.parts, passes, strict=True)
         ]
         recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot))
-        sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
+        sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
         return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
 

@@ -157,7 +157,6 @@ class RankSync:
         found = sorted(json.loads(text) for text in self._groups.gather_texts(own))
         given = [(rank, lines) for rank, lines in found if lines]
         problem = first_difference([lines for _, lines in given], "rank", [rank for rank, _ in given])
-        assert problem is not None
         raise problem.on_all_ranks()
 
     def start(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> None:
@@ -220,10 +219,9 @@ class RankSync:
 
     def finish(self) -> SyncResult:
         """Wait for the votes of all ranks; raises the same error on every rank if they do not agree."""
-        assert self._open is not None
         (request, vote, packed), self._open = self._open, None
         self._unfinished.pop(self._control_id, None)
-        if self._ranks is None or packed is None:
+        if packed is None:
             return SyncResult(vote.sums, vote.maxes, vote.sums)
         if self._groups.monitor is not None:
             self._groups.monitor.syncing(request.name, request.step)
@@ -368,7 +366,7 @@ class _Exchange:
     def finish(self) -> bytes:
         """Wait for the votes of all ranks."""
         if self._channels:
-            return self._groups.start(self._finish_channels)  # type: ignore[no-any-return]
+            return self._groups.start(self._finish_channels)
         self._wait(self._works)
         if self._rank == self._last:
             self._wait([self._send(self._whole, rank) for rank in range(self._last)])
@@ -376,7 +374,7 @@ class _Exchange:
 
     def _finish_channels(self) -> bytes:
         if self._rank != self._last:
-            return self._channels[self._last].receive(self._groups.monitor)  # type: ignore[no-any-return]
+            return self._channels[self._last].receive(self._groups.monitor)
         for rank in range(self._last):
             start = rank * VOTE_BYTES
             self._table[start : start + VOTE_BYTES] = self._channels[rank].receive(self._groups.monitor)

@@ -68,7 +68,7 @@ class TokenBudget:
         """Count a training step, and learn the costs from its Trace if it was timed; returns its groups."""
         groups = token_groups(microbatches)
         if self.is_measured and self._planner is not None:
-            self._planner.add(trace, groups)  # type: ignore[arg-type]
+            self._planner.add(trace, groups)
         self._num_steps += 1
         return groups
 

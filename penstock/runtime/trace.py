@@ -1,15 +1,12 @@
 """The Trace of a step that was run, the same record as that of a simulated one."""
 
-import socket
-import zlib
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.ir import Fact, Kind, Program, Series, StageCosts, Trace, microbatch_of, peer_of, stage_of
+from penstock.launch import host_id
 from penstock.runtime.executor import ActionTimes
 from penstock.runtime.groups import ProcessGroups
 from penstock.simulate import memory_curves
@@ -41,26 +38,18 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
     """
     lengths = [len(program.table.rank(rank)) for rank in range(program.num_ranks)]
     longest = max(lengths)
+    rows = []
     for each in times:
         each.read()
-    rows = [_row(each, longest) for each in times]
-    table = torch.stack(rows) if groups.is_local else groups.gather(rows[0])
+        # Unused entries repeat the last end, so they are never a minimum.
+        unused = [max(each.ends, default=each.began)] * (longest - len(each.ends))
+        rows.append([host_id(), each.began, *each.starts, *unused, *each.ends, *unused])
+    table = torch.tensor(rows, dtype=torch.float64)
+    if not groups.is_local:
+        table = groups.gather(table[0])
     is_one_host = bool((table[:, 0] == table[0, 0]).all())
     shift = table[:, 2:].min() if is_one_host else table[:, 1:2]
     shifted = (table[:, 2:] - shift).clamp_min(0.0).numpy()
     starts = np.concatenate([row[:length] for row, length in zip(shifted, lengths, strict=True)])
     ends = np.concatenate([row[longest : longest + length] for row, length in zip(shifted, lengths, strict=True)])
     return starts, np.maximum(starts, ends)
-
-
-def _row(times: ActionTimes, longest: int) -> Tensor:
-    """Host, start of the step, starts and ends; unused entries repeat the last end, so they are never a minimum."""
-    unused = [max(times.ends, default=times.began)] * (longest - len(times.ends))
-    return torch.tensor(
-        [_host_number(), times.began, *times.starts, *unused, *times.ends, *unused], dtype=torch.float64
-    )
-
-
-@cache
-def _host_number() -> int:
-    return zlib.crc32(socket.gethostname().encode())

@@ -115,7 +115,7 @@ class UserStageRunner:
             with ExitStack() as stack:
                 for module in self._replicated.get(index, ()):
                     # Gradients are averaged once, after the last microbatch.
-                    stack.enter_context(module.no_sync())  # type: ignore[no-untyped-call]
+                    stack.enter_context(module.no_sync())
                 outputs.append(stage.forward(microbatch, list(values.values())))
             return {str(number): value for number, value in enumerate(outputs[0].values)}
 
@@ -267,8 +267,6 @@ class UserStageEngine:
                 failure=self._failure,
                 hint="start the processes again",
             )
-        monitor = self.groups.monitor
-        assert monitor is not None
         specs = None if shapes is None else self._specs.find((key, shapes))
         runner, transport = self.runner, self._transport if specs else self._described
         count = program.num_microbatches
@@ -283,7 +281,7 @@ class UserStageEngine:
         runner.expected = specs.sent if specs else None
         self._described.call = number
         try:
-            execute(compiled, monitor.action_reporter)
+            execute(compiled, self.groups.monitor.action_reporter)
             for slot in compiled.send_slots:
                 slot.finish()
             runner.finish()
@@ -318,7 +316,7 @@ class _Specs(NamedTuple):
             values = tuple(Value(str(number), spec) for number, spec in enumerate(specs))
             optional = tuple(str(number) for number in sorted(runner.missing_gradients.get((stage, microbatch), ())))
             edges[microbatch][stage, stage + 1] = Crossing(stage, stage + 1, values, optional)
-        return cls(dict(runner.sent), list(edges))
+        return cls(dict(runner.sent), edges)
 
 
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:

@@ -93,7 +93,6 @@ class StageWeights:
             wanted = max(batch_number - 1, 0)
             if self._present.number == wanted:
                 return self._present
-            assert self._previous is not None
             return self._previous
         present, ahead = self._present, batch_number - self._present.number
         if self._staleness == "stash" or not ahead:

@@ -29,7 +29,6 @@ class DescribedTransport(WorkTransport):
     """Sends any number of tensors of any shape in each message; the codecs of a route are not used."""
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
-        assert groups.monitor is not None
         super().__init__(groups.control, device, groups.monitor)
         self.call = 0
         """the number of the step, equal on all ranks: a message of an interrupted step is not taken for one of this"""
@@ -96,7 +95,6 @@ class _RecvSlot(RecvSlot):
 
     def post_content(self) -> None:
         """Wait for the header and post receives of the tensors that it describes."""
-        assert self._header is not None
         self._transport.wait([self._header_work], self.route)
         specs = _read_header(self._header, self._transport.call, self.route.key)
         self._header, self._header_work = None, None

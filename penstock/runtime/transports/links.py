@@ -195,7 +195,6 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
     A link exists at both ends or at none. If all ranks are linked, they get channels for syncs as well, between the
     last rank and each other one. `max_bytes` is the size of the largest message of a channel.
     """
-    assert groups.monitor is not None
     directory, number, state = groups.monitor.directory, secrets.randbits(62), _USABLE
     listener: socket.socket | None = None
     if device.type != "cpu":

@@ -125,7 +125,6 @@ class _RingSender:
         if self._must_check_size and not self.pending:
             self._grow()
         ring = self._ring
-        assert ring is not None
         if self.pending or layout.num_bytes > ring.slot_bytes or not ring.has_room:
             return self._send_later(_Message(tag, layout, tensors, self._device))
         flags, buffers = ring.slot_tensors(layout)
@@ -151,7 +150,6 @@ class _RingSender:
     def _write(self, message: _Message) -> bool:
         """Write pieces of a message until it is complete, or the ring is full."""
         ring, size = self._ring, message.layout.num_bytes
-        assert ring is not None
         while ring.has_room:
             piece = ring.content(min(ring.slot_bytes, size - message.position))
             copy_piece(message.parts, message.position, piece, is_sent=True)
@@ -296,7 +294,7 @@ class _RingReceiver:
             position += len(piece)
             ring.free()
         received = [codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers, strict=True)]
-        return None if flags is None else flags.tolist(), [*received]
+        return None if flags is None else flags.tolist(), received
 
     def _next(self, route: Route) -> tuple[Ring, int, int]:
         """The ring with the next message in its current slot, and the tag and size of the message."""
