@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +40,12 @@ from penstock.runtime.executor import (
     watch_step,
 )
 from penstock.runtime.host_memory import read_scalars
-from penstock.runtime.inputs import BatchSender, PassedArguments, has_batch, hinting_at_rank_0_arguments
+from penstock.runtime.inputs import BatchSender, has_batch, hinting_at_rank_0_arguments
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.nonfinite import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
-from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
+from penstock.runtime.outputs import OutputDims, OutputMerger
 from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
@@ -99,7 +98,6 @@ class Engine:
         self._num_microbatches = plan.num_microbatches
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
-        self._passed_arguments = PassedArguments(model_part.captured.model.forward)
         self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
         self._tokens = TokenBudget(plan, self._splitter)
         self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
@@ -110,9 +108,9 @@ class Engine:
             options.restore_gradients,
             model_part.written_buffers,
         )
-        self._warnings = StepWarnings(groups)
-        self._merger = OutputMerger(model_part.captured, issues_warnings=groups.pipeline == 0)
+        self._warnings = StepWarnings(model_part, loss_head)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
+        self._merger = OutputMerger(model_part, loss_head, self._last_rank)
         self._failed_at = 0.0
         """time.time() of a failed pass, if the remaining messages were exchanged so that all ranks can continue; else
         0"""
@@ -417,7 +415,7 @@ class Engine:
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
-        given = (self._passed_arguments.mask(batch), float(self._comparison.target_checksum(batch, request)))
+        given = (sender.argument_mask(batch), float(self._comparison.target_checksum(batch, request)))
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._sync.errors_on_all_ranks(request), hinting_at_rank_0_arguments():
@@ -435,7 +433,7 @@ class Engine:
             vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
         result = self._sync.exchange(request, vote)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
-        self._passed_arguments.check([content[0] for content in contents], self._last_rank, has_loss_fn)
+        sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
             problem = "rank 0 and the rank of the last stage were given different targets"
@@ -580,7 +578,7 @@ class Engine:
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
-        new_warnings = self._warnings.new(step, self._loss_head, lambda: self._model_part.parameters)
+        new_warnings = self._warnings.new(step)
         vote = SyncVote(
             sums=(own.total, own.added, len(new_warnings), float(difference is not None)),
             # The first stage is negated, so that the maximum over the ranks gives the minimum.
@@ -601,9 +599,7 @@ class Engine:
                 values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
                 losses_and_weights = tuple(groups.broadcast(values, self._last_rank).tolist())
         by_name = self._share_named_losses(step) if kind == NAMED_LOSSES else {}
-        outputs = None
-        if step.keeps_outputs:
-            outputs = share_outputs(groups, self._last_rank, self._model_part.device, lambda: self._merge_outputs(step))
+        outputs = self._merger.merged(step) if step.keeps_outputs else None
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
         if math.isfinite(negated_output) or math.isfinite(last_bad_gradient):
@@ -654,14 +650,6 @@ class Engine:
             means_by_name = dict(zip(sorted(weights), means.tolist(), strict=True))
             text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})
         return json.loads(self._groups.broadcast_text(text, self._last_rank))
-
-    def _merge_outputs(self, step: Step) -> Any:
-        """The outputs of the batch, on the rank of the last stage."""
-        outputs = [step.outputs[index] for index in range(len(step.microbatches))]
-        weights, weights_by_value = self._loss_head.output_weights(step)
-        return self._merger.merged(
-            outputs, step.microbatches, step.recordings, weights, weights_by_value, step.output_dims
-        )
 
     def _handle_nonfinite(self, step: Step, compiled: CompiledStep, first: float, last: float) -> str:
         """Raise an error about NaN or Inf; with nonfinite="skip", warn and return why the step is skipped.

@@ -61,6 +61,10 @@ class BatchSender:
 
     def __init__(self, model_part: ModelPart, plan: Plan, split: SplitFunction) -> None:
         self._model_part, self._plan, self._split = model_part, plan, split
+        self._forward_signature = inspect.signature(model_part.captured.model.forward)
+        parameters = [name for name in self._forward_signature.parameters if name != TARGET]
+        # A vote holds floats, which are exact up to 2**53. Further parameters are not compared.
+        self._argument_bits = {name: 1 << bit for bit, name in enumerate((TARGET, *parameters[:50]))}
         self._signatures: LruCache[int, BatchSignature] = LruCache()
         """by index"""
         self._indices: dict[tuple[str, tuple[Recording, ...]], int] = {}
@@ -177,34 +181,25 @@ class BatchSender:
             }
         return signature.needed[rank]
 
-
-class PassedArguments:
-    """Which arguments each rank passed to a step, as the bits of a number."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._signature = inspect.signature(forward)
-        parameters = [name for name in self._signature.parameters if name != TARGET]
-        # A vote holds floats, which are exact up to 2**53. Further parameters are not compared.
-        self._bits = {name: 1 << bit for bit, name in enumerate((TARGET, *parameters[:50]))}
-
-    def mask(self, batch: Batch) -> float:
-        """The arguments of this rank that are not None."""
+    def argument_mask(self, batch: Batch) -> float:
+        """The arguments of this rank that are not None, as the bits of a number."""
         try:
-            given = self._signature.bind_partial(*batch.args, **batch.kwargs).arguments
+            given = self._forward_signature.bind_partial(*batch.args, **batch.kwargs).arguments
         except TypeError:  # rank 0 reports arguments that the model does not take
             given = {}
         names = [name for name, value in (*given.items(), (TARGET, batch.target)) if value is not None]
-        return float(sum({self._bits.get(name, 0) for name in names}))
+        return float(sum({self._argument_bits.get(name, 0) for name in names}))
 
-    def check(self, masks: Sequence[float], last_rank: int, has_loss_fn: bool) -> None:
+    def check_arguments(self, masks: Sequence[float], has_loss_fn: bool) -> None:
         """Raise an error, the same on every rank, if a rank passed an argument that would not be used."""
+        last_rank = self._plan.schedule.placement[self._plan.num_stages - 1]
         for rank, mask in enumerate(masks):
             unused = int(mask) & ~int(masks[0])
             if rank == last_rank and has_loss_fn:
-                unused &= ~self._bits[TARGET]
+                unused &= ~self._argument_bits[TARGET]
             if not unused:
                 continue
-            names = [name for name, bit in self._bits.items() if unused & bit]
+            names = [name for name, bit in self._argument_bits.items() if unused & bit]
             hint = f"pass {', '.join(names)} on rank 0"
             if has_loss_fn:
                 hint += f", which sends the batch to the others; only target may be passed on rank {last_rank} instead"

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, listed, transform
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.model_part import ModelPart
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
 from penstock.runtime.tensor_parallel import full_tensor
@@ -196,23 +196,22 @@ class WarningCause(NamedTuple):
 class StepWarnings:
     """Collects the warnings of all ranks after a step; the first rank issues each of them once."""
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
+    def __init__(self, model_part: ModelPart, loss_head: LossHead) -> None:
+        self._model_part, self._loss_head = model_part, loss_head
         self._issued: dict[str, bool] = {}
         """by text, whether it was issued for training; one issued for evaluation only is issued again in training"""
         self._num_steps = 0
 
-    def new(
-        self, step: Step, loss_head: LossHead, parameters: Callable[[], Mapping[str, Tensor]]
-    ) -> list[WarningCause]:
+    def new(self, step: Step) -> list[WarningCause]:
         """The causes found on this rank that were not issued yet.
 
         Parameters are checked for hooks in the 1st, 2nd, 4th, 8th ... step.
         """
-        causes = [WarningCause(text, True) for text in loss_head.warnings(step)]
+        causes = [WarningCause(text, True) for text in self._loss_head.warnings(step)]
         self._num_steps += step.is_training
         if step.is_training and not self._num_steps & (self._num_steps - 1):
-            hooked = tuple(name for name, parameter in parameters().items() if _has_user_hook(parameter))
+            parameters = self._model_part.parameters.items()
+            hooked = tuple(name for name, parameter in parameters if _has_user_hook(parameter))
             if hooked:
                 causes.append(WarningCause(_HOOKS_PER_MICROBATCH, False, hooked))
         return [
@@ -223,13 +222,14 @@ class StepWarnings:
 
     def issue(self, new_causes: list[WarningCause], is_training: bool) -> None:
         """Gather the new warnings of all ranks and issue them on the first; all ranks call this."""
-        texts = self._groups.gather_texts(json.dumps(new_causes))
+        groups = self._model_part.groups
+        texts = groups.gather_texts(json.dumps(new_causes))
         parameters: dict[tuple[str, bool], dict[str, None]] = {}
         for text, is_certain, names in (cause for causes in texts for cause in json.loads(causes)):
             parameters.setdefault((text, is_certain), {}).update(dict.fromkeys(names))
         for (text, is_certain), names in parameters.items():
             self._issued[text] = is_training
-            if self._groups.is_first:
+            if groups.is_first:
                 cause = f"{text}: {listed(list(names))}" if names else text
                 # Points at the user's call of step or eval.
                 warnings.warn(MicrobatchWarning(cause, is_certain, is_training), stacklevel=5)

@@ -14,35 +14,19 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, additive_dim
-from penstock.capture import Captured, LruCache, Recording, is_inexact
+from penstock.capture import LruCache, Recording, is_inexact
 from penstock.errors import CaptureError, PenstockWarning, RunError
 from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level, leaves, named_leaves, unflatten_one_level
 from penstock.loss import weighted_sum
 from penstock.runtime.broadcast import broadcast_refusal, broadcast_structure
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.loss_head import LossHead
+from penstock.runtime.model_part import ModelPart
+from penstock.runtime.step import Step
 
 OutputDims = int | Mapping[str, int | str | None] | None
 """the batch dimension of every output, or a rule by the name of an output or of a part of it; see `merge`"""
 OUTPUT_HINT = '{"logits": 1}, {"table": None}, {"scores": "mean"}, {"count": "sum"} or {"boxes": "list"}'
 _WORDS = ("mean", "sum", "list")
-
-
-def share_outputs(groups: ProcessGroups, source: int, device: torch.device, merged: Callable[[], Any]) -> Any:
-    """Merge the outputs on rank `source`, which has the last stage, and return the result on every rank.
-
-    On other ranks, containers of types that only the model defines become dicts.
-    """
-    if groups.is_local:
-        return merged()
-    if groups.rank != source:
-        return broadcast_structure(groups, None, source, device)
-    try:
-        output = merged()
-    except Exception as error:
-        broadcast_refusal(groups, error, source)
-        raise
-    broadcast_structure(groups, _plain(output), source, device)
-    return output
 
 
 def _plain(structure: Any) -> Any:
@@ -70,25 +54,37 @@ def check_output_dims(output_dims: object) -> None:
 
 
 class OutputMerger:
-    """Merges the outputs of the microbatches of a step into those of the batch, on the rank of the last stage."""
+    """Merges the outputs of the microbatches of a step into those of the batch."""
 
-    def __init__(self, captured: Captured, issues_warnings: bool = True) -> None:
-        """`issues_warnings`: whether this rank does."""
-        self._captured, self._issues_warnings = captured, issues_warnings
+    def __init__(self, model_part: ModelPart, loss_head: LossHead, last_rank: int) -> None:
+        self._model_part, self._captured, self._loss_head = model_part, model_part.captured, loss_head
+        self._last_rank = last_rank
         self._joined: LruCache[tuple[int, int], tuple[Sequence[Recording], Any]] = LruCache()
         """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
         self._warned: set[str] = set()
 
-    def merged(
-        self,
-        outputs: Sequence[Any],
-        microbatches: Sequence[Microbatch],
-        recordings: Sequence[Recording],
-        weights: Sequence[float] | None,
-        weights_by_value: Mapping[str, Sequence[float]],
-        output_dims: OutputDims = None,
-    ) -> Any:
-        """The output of the batch. `weights_by_value` has the weights of the values that are losses of the model."""
+    def merged(self, step: Step) -> Any:
+        """Merge the outputs on the rank of the last stage, and return the result on every rank.
+
+        On other ranks, containers of types that only the model defines become dicts.
+        """
+        groups, device, source = self._model_part.groups, self._model_part.device, self._last_rank
+        if groups.is_local:
+            return self._merge(step)
+        if groups.rank != source:
+            return broadcast_structure(groups, None, source, device)
+        try:
+            output = self._merge(step)
+        except Exception as error:
+            broadcast_refusal(groups, error, source)
+            raise
+        broadcast_structure(groups, _plain(output), source, device)
+        return output
+
+    def _merge(self, step: Step) -> Any:
+        microbatches, recordings = step.microbatches, step.recordings
+        outputs = [step.outputs[index] for index in range(len(microbatches))]
+        weights, weights_by_value = self._loss_head.output_weights(step)
 
         def joined() -> Any:
             key = id(recordings[0]), id(recordings[1])
@@ -99,8 +95,8 @@ class OutputMerger:
         tensors = [name for name, leaf in named_leaves(outputs[0], "") if isinstance(leaf, Tensor)]
         pairs = zip(tensors, names, strict=False)
         losses = {name: weights_by_value[value] for name, value in pairs if value in weights_by_value}
-        result = merge(outputs, sizes, weights, joined, output_dims, losses)
-        if self._issues_warnings and (averaged := result.averaged - self._warned):
+        result = merge(outputs, sizes, weights, joined, step.output_dims, losses)
+        if self._model_part.groups.pipeline == 0 and (averaged := result.averaged - self._warned):
             self._warned |= averaged
             text = ", ".join(sorted(averaged))
             message = (
@@ -108,7 +104,7 @@ class OutputMerger:
                 'output_dims={"name": "mean", "sum" or "list"} chooses another way'
             )
             # Points at the user's call of step or eval.
-            warnings.warn(message, PenstockWarning, stacklevel=8)
+            warnings.warn(message, PenstockWarning, stacklevel=6)
         return result.output
 
     def _record_joined(self, microbatches: Sequence[Microbatch]) -> Any:
