@@ -1,17 +1,18 @@
 """The calls and guards of one stage as Python statements, with comments on shapes and modules."""
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.codegen.expressions import Expressions, access, expect, tuple_of
-from penstock.codegen.names import Names, is_plain_path
-from penstock.errors import CodeError
-from penstock.ir import TENSOR, Call, CallContext, Graph, Guard, Parts, Ref
+from penstock.codegen.expressions import Expressions, not_writable, tuple_of
+from penstock.codegen.formatting import INDENT, WIDTH, statement_lines
+from penstock.codegen.names import is_plain_path
+from penstock.ir import TENSOR, Call, CallContext, Graph, Guard, ObjectRef, Parts, Ref, State
 
 _MAX_NUMBERS = 64
 """numbers of an array that a guard is compared with"""
@@ -27,35 +28,69 @@ _SHAPE_FOLLOWS = frozenset(
 )
 # fmt: on
 """functions whose result has a shape that follows from the shapes of the arguments, so that it needs no check"""
-NO_CONTEXT = CallContext()
+_NO_CONTEXT = CallContext()
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """One statement, the context that it runs in, a comment beside it and one above it."""
 
     code: str
-    context: CallContext = NO_CONTEXT
+    context: CallContext = _NO_CONTEXT
     comment: str = ""
     heading: str = ""
 
 
+def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
+    """The lines of statements; consecutive ones of one context share a `with`."""
+    found: list[str] = []
+    for context, group in groupby(statements, key=lambda statement: statement.context):
+        inner = indent
+        if context != _NO_CONTEXT:
+            managers = []
+            if context.grad is not None:
+                managers.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
+            if context.autocast is not None:
+                device, is_enabled, dtype = context.autocast
+                enabled = "" if is_enabled else ", enabled=False"
+                managers.append(f'torch.autocast("{torch.device(device)}", dtype={dtype}{enabled})')
+            found.append(f"{indent}with {', '.join(managers)}:")
+            inner += INDENT
+        for statement in group:
+            if statement.heading:
+                found.append(f"{inner}# {statement.heading}")
+            lines = statement_lines(statement.code, inner)
+            beside = f"{lines[-1]}  # {statement.comment}"
+            found += [*lines[:-1], beside if statement.comment and len(beside) <= WIDTH else lines[-1]]
+    return found
+
+
+def expect(found: str, recorded: str, what: str) -> str:
+    """A call of `expect` of the generated file: raises if a value differs from the recorded one."""
+    return f"expect({found}, {recorded}, {what!r})"
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a result that is not a tensor is compared with the recorded one."""
+    return type(leaf) in (bool, int, float, str, type(None)) or isinstance(leaf, torch.dtype | enum.Enum)
+
+
 @dataclass(frozen=True)
-class StepWriter:
-    """Writes the steps of one stage."""
+class StatementWriter:
+    """Writes the statements of one function of the file."""
 
     expressions: Expressions
-    names: Names
     read: Collection[str]
     """the variables that are read, in this stage or by the stages that it sends to"""
+    is_checked: Callable[[Any], bool] = is_plain
+    """whether a value that is not a tensor must be the recorded one"""
 
     @property
     def _graph(self) -> Graph:
         return self.expressions.recording.graph
 
-    def statements(self, steps: Collection[Call | Guard]) -> Iterator[Statement]:
-        """All statements, with a comment above where the forward of another module begins."""
-        scope, context = "", NO_CONTEXT
+    def steps(self, steps: Iterable[Call | Guard]) -> Iterator[Statement]:
+        """The calls and guards of a stage, with a comment above where the forward of another module begins."""
+        scope, context = "", _NO_CONTEXT
         for step in steps:
             if isinstance(step, Guard):
                 yield Statement(self._guard(step), context)
@@ -67,7 +102,7 @@ class StepWriter:
                 scope = node.module
                 heading = f"in {scope}" if is_plain_path(scope) else "in the model itself" if not scope else ""
             for statement in self._call(step):
-                yield replace(statement, heading=heading)
+                yield statement._replace(heading=heading)
                 heading = ""
 
     def _guard(self, guard: Guard) -> str:
@@ -77,23 +112,18 @@ class StepWriter:
         expected = live[guard.expected].value
         if isinstance(expected, np.ndarray):
             if expected.size > _MAX_NUMBERS:
-                raise CodeError(
-                    "the model decides by an array that is too large to write down",
-                    where=where,
-                    numbers=expected.size,
-                    hint="keep the module that decides whole (basic_blocks)",
-                )
+                raise not_writable(expected, where)
             found, expected = f"({found}).tolist()", expected.tolist()
-        return expect(found, self.expressions.constant(expected, where), where)
+        return expect(found, self.expressions.expression(expected, where), where)
 
     def _call(self, step: Call) -> Iterator[Statement]:
         """The call, the statements that unpack its result, and checks of sizes that the model read."""
         expressions, recording, makers = self.expressions, self.expressions.recording, self._graph.makers
         new = [v for v in dict.fromkeys(step.results.values) if v in makers and makers[v].name == step.name]
-        first, *rest = self._call_and_unpack(step)
-        yield Statement(first, step.context, ", ".join(str(self._graph.spec(value)) for value in new))
-        for code in rest:
-            yield Statement(code, step.context)
+        comment = ", ".join(str(self._graph.spec(value)) for value in new)
+        for code in self._call_and_unpack(step):
+            yield Statement(code, step.context, comment)
+            comment = ""
         for value, buffer in step.results.updates:
             code = f"{expressions.variables[value]} = {expressions.part(buffer)}"
             if value in recording.state_views:
@@ -101,69 +131,74 @@ class StepWriter:
                 continue
             # The next forward writes the buffer again, so the value is a copy. Even after a call without gradients
             # the buffer may be part of a graph.
-            yield Statement(f"{code}.clone()", CallContext(grad=True) if step.context.grad is False else NO_CONTEXT)
+            yield Statement(f"{code}.clone()", CallContext(grad=True) if step.context.grad is False else _NO_CONTEXT)
         node = self._graph[step.name]
         if not node.is_block and node.kind in _SHAPE_FOLLOWS:
             return
         for value in new:
             if value in recording.record.size_reads:
-                name, shape = expressions.variables[value], repr(tuple(self._graph.spec(value).shape))
-                yield Statement(expect(f"tuple({name}.shape)", shape, f"the size of {name}"), step.context)
+                name, shape = expressions.variables[value], tuple(self._graph.spec(value).shape)
+                yield Statement(expect(f"tuple({name}.shape)", repr(shape), f"the size of {name}"), step.context)
 
-    def _call_and_unpack(self, step: Call) -> list[str]:
-        """The call and the statements that unpack its result."""
-        recording, where, is_statement = self.expressions.recording, step.name, False
+    def _call_and_unpack(self, step: Call) -> Iterator[str]:
+        expressions, recording, where = self.expressions, self.expressions.recording, step.name
+        args, kwargs, is_statement = step.args, step.kwargs, False
         if step.changes_arguments:
-            function = (
-                self.expressions.part(step.target)
-                if step.is_module
-                else self.expressions.imported(recording.live[step.target], where)
-            )
-            code = self.expressions.changing_call(function, step.args, step.kwargs, where)
+            # The code reads the arguments after the call, as part of the result.
+            target = State(step.target) if step.is_module else ObjectRef(step.target)
+            parts = [expressions.expression(part, where) for part in (target, args, kwargs)]
+            code = f"with_arguments({', '.join(parts)})"
         elif step.is_module:
-            code = self.expressions.module_call(self.expressions.part(step.target), step.args, step.kwargs, where)
+            code = expressions.call(expressions.part(step.target), args.items, kwargs, where)
         else:
-            function = recording.live[step.target]
-            code, is_statement = self.expressions.function_call(function, step.args, step.kwargs, where)
+            code, is_statement = expressions.function_call(recording.live[step.target], args, kwargs, where)
+        result = recording.returned.get(where)
         if is_statement:
-            return [code]
-        if step.results.structure == TENSOR:
-            variable = self.expressions.variables.get(step.results.values[0])
-            updated = {self.expressions.variables[new] for new, _ in step.results.updates}
-            return [f"{variable} = {code}" if variable in self.read and variable not in updated else code]
-        # Every tensor in the result gets the variable of its value; the rest must equal the recorded result.
-        result = recording.returned[where]
-        if isinstance(result, Parts) and any(
-            self._variable(leaf) != "_" if isinstance(leaf, Ref) else _is_checked(leaf) for leaf in _leaves(result)
-        ):
-            return list(self._unpack(code, result, where))
-        return [self._expect_result(code, result, where) if _is_checked(result) and result is not None else code]
+            yield code
+        elif step.results.structure == TENSOR:
+            variable = expressions.variables.get(step.results.values[0])
+            updated = {expressions.variables[new] for new, _ in step.results.updates}
+            yield f"{variable} = {code}" if variable in self.read and variable not in updated else code
+        elif result is not None and self._is_needed(result):
+            yield from self.unpack(code, result, f"the result of {where}")
+        else:
+            yield code
 
-    def _unpack(self, code: str, result: Any, where: str) -> Iterator[str]:
-        """Assign the tensors in the result of `code` to their variables, and check everything else."""
+    def _is_needed(self, result: Any) -> bool:
+        """Whether anything in a result is assigned or checked."""
+        if isinstance(result, Parts):
+            return any(map(self._is_needed, result.items))
+        return self._variable(result) != "_" if isinstance(result, Ref) else self.is_checked(result)
+
+    def unpack(self, code: str, result: Any, what: str) -> Iterator[str]:
+        """Assign the tensors in the result of `code` to their variables, and check everything else.
+
+        The result is given as it was recorded: containers as Parts, tensors as Refs. `what` names it in errors.
+        """
         if isinstance(result, Ref):
             if self._variable(result) != "_":
                 yield f"{self._variable(result)} = {code}"
         elif not isinstance(result, Parts):
-            if _is_checked(result):
-                yield self._expect_result(code, result, where)
+            if self.is_checked(result):
+                yield expect(code, self.expressions.expression(result, what), what)
         elif issubclass(result.kind, list | tuple) and result.items:
             later: list[tuple[str, Any]] = []
             yield f"{tuple_of(self._target(item, later) for item in result.items)} = {code}"
             for variable, inner in later:
-                yield from self._unpack(variable, inner, where)
+                yield from self.unpack(variable, inner, what)
         else:
-            if not code.isidentifier():
-                whole = self.names.fresh(result.kind.__name__.lower())
+            if "(" in code:
+                whole = self.expressions.names.fresh("result")
                 yield f"{whole} = {code}"
                 code = whole
             if issubclass(result.kind, list | tuple):
-                yield self._expect_result(f"len({code})", 0, where)
+                yield expect(f"len({code})", "0", f"the length of {what}")
             if issubclass(result.kind, Mapping):
-                yield self._expect_result(f"list({code})", list(result.keys), where)
+                keys = self.expressions.expression(list(result.keys), what)
+                yield expect(f"list({code})", keys, f"the keys of {what}")
             for key, item in zip(result.keys, result.items, strict=True):
-                key_code = self.expressions.constant(key, where)
-                yield from self._unpack(access(code, result.kind, key, key_code), item, where)
+                part = self.expressions.access(code, result.kind, key, what)
+                yield from self.unpack(part, item, f"{what}.{key}")
 
     def _target(self, item: Any, later: list[tuple[str, Any]]) -> str:
         """The target of an item in an assignment; one that must still be checked or unpacked is added to `later`."""
@@ -171,26 +206,14 @@ class StepWriter:
             return self._variable(item)
         if isinstance(item, Parts) and issubclass(item.kind, list | tuple) and item.items:
             return tuple_of(self._target(inner, later) for inner in item.items)
-        if not isinstance(item, Parts) and not _is_checked(item):
+        if not isinstance(item, Parts) and not self.is_checked(item):
             return "_"
         is_number = isinstance(item, int | float)
         base = "part" if isinstance(item, Parts) else "none" if item is None else "number" if is_number else "word"
-        later.append((self.names.fresh(base), item))
+        later.append((self.expressions.names.fresh(base), item))
         return later[-1][0]
 
     def _variable(self, ref: Ref) -> str:
+        """The variable of a tensor; `_` if nothing reads it."""
         found = self.expressions.variables.get(ref.value, "_")
         return found if found in self.read else "_"
-
-    def _expect_result(self, found: str, recorded: Any, where: str) -> str:
-        return expect(found, self.expressions.constant(recorded, where), f"the result of {where}")
-
-
-def _leaves(result: Parts) -> Iterator[Any]:
-    for item in result.items:
-        yield from _leaves(item) if isinstance(item, Parts) else (item,)
-
-
-def _is_checked(leaf: Any) -> bool:
-    """Whether a result that is not a tensor is compared with the recorded one."""
-    return type(leaf) in (bool, int, float, str, type(None)) or isinstance(leaf, torch.dtype | enum.Enum)

@@ -16,10 +16,13 @@ HOME = "cpu"
 class Part(nn.Module):
     """Some modules, parameters and buffers of a model, under their original names."""
 
-    def __getitem__(self, name: int | str) -> Any:
-        """A part whose name is an index or not a Python name."""
-        key, held = str(name), (self._modules, self._parameters, self._buffers, vars(self))
-        return next(parts[key] for parts in held if key in parts)
+    def __getitem__(self, path: int | str) -> Any:
+        """The part at an index, or at a path that cannot be written with attributes."""
+        part: Any = self
+        for name in str(path).split("."):
+            held = (part._modules, part._parameters, part._buffers, vars(part))
+            part = next(parts[name] for parts in held if name in parts)
+        return part
 
     def take(self, model: nn.Module, path: str) -> None:
         """Register the module, parameter or buffer at a path of the model, not a copy, at the same path here."""
@@ -95,15 +98,12 @@ def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
-        elif parameter.name in given and is_default(given[parameter.name], parameter.default):
-            del given[parameter.name]
+        elif parameter.name in given:
+            value, default = given[parameter.name], parameter.default
+            is_plain = type(value) is type(default) and isinstance(value, bool | int | float | str)
+            if value is default or (is_plain and value == default):
+                del given[parameter.name]
     return given
-
-
-def is_default(value: object, default: object) -> bool:
-    """Whether an argument equals its default."""
-    is_plain = type(value) is type(default) and isinstance(value, bool | int | float | str)
-    return value is default or (is_plain and value == default)
 
 
 def constants(name: str, digest: str) -> dict[str, Tensor]:
