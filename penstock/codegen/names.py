@@ -67,8 +67,7 @@ class Names:
             owner = self.imported(applied)
             return f"{owner}.apply" if owner else None
         for module, path in _places(thing):
-            is_name = all(map(is_identifier, (*module.split("."), *path.split("."))))
-            if not is_name or not _is_same(_follow(sys.modules.get(module), path), thing):
+            if not all(map(is_identifier, module.split("."))) or not _refers(sys.modules.get(module), path, thing):
                 continue
             if module in ("builtins", "torch"):
                 return path if module == "builtins" else f"torch.{path}"
@@ -118,7 +117,7 @@ def tensor_attribute(function: Any) -> str | None:
         return None
     # Torch has some methods under two names.
     for found in (name.removeprefix("torch.Tensor."), str(getattr(function, "__name__", ""))):
-        if all(map(is_identifier, found.split("."))) and _is_same(_follow(torch.Tensor, found), function):
+        if _refers(torch.Tensor, found, function):
             return found
     return None
 
@@ -149,14 +148,9 @@ def _places(thing: Any) -> Iterator[tuple[str, str]]:
     yield str(getattr(thing, "__module__", None) or "builtins"), str(getattr(thing, "__qualname__", ""))
 
 
-def _follow(thing: Any, path: str) -> Any:
+def _refers(owner: Any, path: str, thing: Any) -> bool:
+    """Whether a dotted name in a module or class is that of an object."""
     for word in path.split("."):
-        thing = getattr(thing, word, None)
-    return thing
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
+        owner = getattr(owner, word, None) if is_identifier(word) else None
     # Every access to a method of an object makes a new bound method.
-    return type(one) is type(other) and hasattr(one, "__self__") and bool(one == other)
+    return owner is thing or (type(owner) is type(thing) and hasattr(owner, "__self__") and bool(owner == thing))

@@ -147,7 +147,8 @@ def stage_classes(
                 sends[value.name] = (*sends.get(value.name, ()), crossing.consumer)
         steps = _steps(expressions, nodes, {*sends, *refs(outputs)}, stage, owners)
         blocks = dict.fromkeys((*(node.module for node in nodes if node.is_block), *uncalled_blocks.get(stage, ())))
-        state = [name for step in steps for name in _states(step)] + list(states(outputs))
+        state = [*(name for step in steps for name in step.arg_states), *states(outputs)]
+        state += [buffer for step in steps if isinstance(step, Call) for _, buffer in step.results.updates]
         used = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         # A plain tensor attribute that nothing reads was left behind by a forward, and is not part of the state.
         state += [name for name in (*used, *unused_state.get(stage, ())) if name in held]
@@ -184,8 +185,7 @@ def _steps(
         if step.reads:
             return available.issuperset(step.reads)
         # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first stage.
-        buffers = _states(step)
-        return (owners.of(buffers[0]) if buffers else 0) == stage
+        return (owners.of(step.arg_states[0]) if step.arg_states else 0) == stage
 
     def has_effect(step: Call | Guard) -> bool:
         if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
@@ -200,8 +200,3 @@ def _steps(
             needed.update(step.reads)
             kept.append(step)
     return kept[::-1]
-
-
-def _states(step: Call | Guard) -> tuple[str, ...]:
-    updated = tuple(buffer for _, buffer in step.results.updates) if isinstance(step, Call) else ()
-    return (*step.arg_states, *updated)

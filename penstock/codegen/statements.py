@@ -12,7 +12,7 @@ import torch
 from penstock.codegen.expressions import Expressions, not_writable, tuple_of
 from penstock.codegen.formatting import INDENT, WIDTH, statement_lines
 from penstock.codegen.names import is_plain_path
-from penstock.ir import TENSOR, Call, CallContext, Graph, Guard, ObjectRef, Parts, Ref, State
+from penstock.ir import TENSOR, Call, CallContext, Guard, ObjectRef, Parts, Ref, State
 
 _MAX_NUMBERS = 64
 """numbers of an array that a guard is compared with"""
@@ -32,12 +32,11 @@ _NO_CONTEXT = CallContext()
 
 
 class Statement(NamedTuple):
-    """One statement, the context that it runs in, a comment beside it and one above it."""
+    """A statement or a comment, the context that it runs in, and a comment beside it."""
 
     code: str
     context: CallContext = _NO_CONTEXT
     comment: str = ""
-    heading: str = ""
 
 
 def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
@@ -56,9 +55,8 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
             found.append(f"{indent}with {', '.join(managers)}:")
             inner += INDENT
         for statement in group:
-            if statement.heading:
-                found.append(f"{inner}# {statement.heading}")
-            lines = statement_lines(statement.code, inner)
+            is_comment = statement.code.startswith("#")
+            lines = [inner + statement.code] if is_comment else statement_lines(statement.code, inner)
             beside = f"{lines[-1]}  # {statement.comment}"
             found += [*lines[:-1], beside if statement.comment and len(beside) <= WIDTH else lines[-1]]
     return found
@@ -84,10 +82,6 @@ class StatementWriter:
     is_checked: Callable[[Any], bool] = is_plain
     """whether a value that is not a tensor must be the recorded one"""
 
-    @property
-    def _graph(self) -> Graph:
-        return self.expressions.recording.graph
-
     def steps(self, steps: Iterable[Call | Guard]) -> Iterator[Statement]:
         """The calls and guards of a stage, with a comment above where the forward of another module begins."""
         scope, context = "", _NO_CONTEXT
@@ -95,15 +89,12 @@ class StatementWriter:
             if isinstance(step, Guard):
                 yield Statement(self._guard(step), context)
                 continue
-            context = step.context
-            node = self._graph[step.name]
-            heading = ""
+            context, node = step.context, self.expressions.recording.graph[step.name]
             if not node.is_block and node.module != scope:
                 scope = node.module
-                heading = f"in {scope}" if is_plain_path(scope) else "in the model itself" if not scope else ""
-            for statement in self._call(step):
-                yield statement._replace(heading=heading)
-                heading = ""
+                if not scope or is_plain_path(scope):
+                    yield Statement(f"# in {scope or 'the model itself'}", context)
+            yield from self._call(step)
 
     def _guard(self, guard: Guard) -> str:
         """A Python value that the model read from a tensor and that must be the same again."""
@@ -118,9 +109,10 @@ class StatementWriter:
 
     def _call(self, step: Call) -> Iterator[Statement]:
         """The call, the statements that unpack its result, and checks of sizes that the model read."""
-        expressions, recording, makers = self.expressions, self.expressions.recording, self._graph.makers
-        new = [v for v in dict.fromkeys(step.results.values) if v in makers and makers[v].name == step.name]
-        comment = ", ".join(str(self._graph.spec(value)) for value in new)
+        expressions, recording, graph = self.expressions, self.expressions.recording, self.expressions.recording.graph
+        node = graph[step.name]
+        new = [value for value in dict.fromkeys(step.results.values) if graph.makers.get(value) is node]
+        comment = ", ".join(str(graph.spec(value)) for value in new)
         for code in self._call_and_unpack(step):
             yield Statement(code, step.context, comment)
             comment = ""
@@ -132,12 +124,11 @@ class StatementWriter:
             # The next forward writes the buffer again, so the value is a copy. Even after a call without gradients
             # the buffer may be part of a graph.
             yield Statement(f"{code}.clone()", CallContext(grad=True) if step.context.grad is False else _NO_CONTEXT)
-        node = self._graph[step.name]
         if not node.is_block and node.kind in _SHAPE_FOLLOWS:
             return
         for value in new:
             if value in recording.record.size_reads:
-                name, shape = expressions.variables[value], tuple(self._graph.spec(value).shape)
+                name, shape = expressions.variables[value], tuple(graph.spec(value).shape)
                 yield Statement(expect(f"tuple({name}.shape)", repr(shape), f"the size of {name}"), step.context)
 
     def _call_and_unpack(self, step: Call) -> Iterator[str]:
@@ -152,23 +143,16 @@ class StatementWriter:
             code = expressions.call(expressions.part(step.target), args.items, kwargs, where)
         else:
             code, is_statement = expressions.function_call(recording.live[step.target], args, kwargs, where)
-        result = recording.returned.get(where)
         if is_statement:
             yield code
         elif step.results.structure == TENSOR:
             variable = expressions.variables.get(step.results.values[0])
             updated = {expressions.variables[new] for new, _ in step.results.updates}
             yield f"{variable} = {code}" if variable in self.read and variable not in updated else code
-        elif result is not None and self._is_needed(result):
-            yield from self.unpack(code, result, f"the result of {where}")
         else:
-            yield code
-
-    def _is_needed(self, result: Any) -> bool:
-        """Whether anything in a result is assigned or checked."""
-        if isinstance(result, Parts):
-            return any(map(self._is_needed, result.items))
-        return self._variable(result) != "_" if isinstance(result, Ref) else self.is_checked(result)
+            result = recording.returned[where]
+            unpacked = [] if result is None else list(self.unpack(code, result, f"the result of {where}"))
+            yield from unpacked or [code]
 
     def unpack(self, code: str, result: Any, what: str) -> Iterator[str]:
         """Assign the tensors in the result of `code` to their variables, and check everything else.
@@ -208,9 +192,7 @@ class StatementWriter:
             return tuple_of(self._target(inner, later) for inner in item.items)
         if not isinstance(item, Parts) and not self.is_checked(item):
             return "_"
-        is_number = isinstance(item, int | float)
-        base = "part" if isinstance(item, Parts) else "none" if item is None else "number" if is_number else "word"
-        later.append((self.expressions.names.fresh(base), item))
+        later.append((self.expressions.names.fresh("none" if item is None else "part"), item))
         return later[-1][0]
 
     def _variable(self, ref: Ref) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 import penstock
 from penstock.errors import CodeError, FormatError
@@ -95,6 +96,43 @@ def test_a_local_class_between_stages_is_refused(tmp_path):
 
     with pytest.raises(CodeError, match=r"<locals>\.Hidden, where: blocks\.0"):
         generated(penstock.capture(Chain(), (BATCH,)), 2, tmp_path)
+
+
+class Registered:
+    """A class that only its own functions can take apart."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+register_pytree_node(Registered, lambda found: ([found.x], None), lambda items, _: Registered(*items))
+
+
+class Wrapping(nn.Linear):
+    """A block that returns such an object."""
+
+    def forward(self, x: Tensor) -> Registered:
+        return Registered(super().forward(x))
+
+
+class Unwrapping(nn.Module):
+    """Blocks that return objects of a registered class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapping(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All blocks in a row."""
+        for block in self.blocks:
+            x = block(x).x
+        return x
+
+
+def test_a_result_that_only_functions_of_its_class_take_apart_is_refused(tmp_path):
+    with pytest.raises(CodeError, match=r"test_refusals\.Registered"):
+        generated(penstock.capture(Unwrapping(), (BATCH,)), 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_does_not_exist_is_named_in_the_error(tmp_path):
