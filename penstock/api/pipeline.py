@@ -252,14 +252,15 @@ class Pipeline:
                 gradients are then as they were before the step
             CaptureError: if the model cannot be recorded for this batch
         """
-        self._saver.check(SyncRequest("step", self.num_steps))  # an asynchronous save may have failed meanwhile
+        if self._saver.background.error is not None:  # an asynchronous save has failed meanwhile
+            self._saver.check(SyncRequest("step", self.num_steps))
         budget = self._checked_options("step", target, return_outputs, losses, budget_tokens)
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         batch = Batch(args, kwargs, target)
-        dims = self._merged_dims(output_dims)
+        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_outdated()

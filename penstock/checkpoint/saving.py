@@ -64,7 +64,7 @@ class Saver:
 
     def __init__(self, part: ModelPart, sync: RankSync) -> None:
         self._part, self._groups, self._sync = part, part.groups, sync
-        self._background = BackgroundWriter()
+        self.background = BackgroundWriter()
         self._copies: HostCopies | None = None
         self._layout: StateLayout | None = None
 
@@ -79,7 +79,7 @@ class Saver:
         settings |= {"asynchronous": True} if options.asynchronous else {}
         request = SyncRequest("save", step, ", ".join(f"{name}={value}" for name, value in settings.items()))
         root = options.directory
-        self._background.wait()
+        self.background.wait()
         self.check(request)
         # 1. Check everything that can be wrong before anything is written, on all ranks.
         with sync_after(self._sync, request):
@@ -129,8 +129,8 @@ class Saver:
 
         # 5. Write them. From here on ranks communicate through the directory only, so that a thread can do it.
         if options.asynchronous:
-            self._background.start(write)
-            run_before_exit(self._background.wait_and_raise)  # a launched rank may return before it is written
+            self.background.start(write)
+            run_before_exit(self.background.wait_and_raise)  # a launched rank may return before it is written
         else:
             error = write()
 
@@ -148,7 +148,7 @@ class Saver:
 
     def check(self, request: SyncRequest) -> None:
         """Raise the error of the last asynchronous save on all ranks, if it failed."""
-        error = self._background.take_error()
+        error = self.background.take_error()
         if error is not None:
             self._sync.refuse(request, error)
             raise error
@@ -156,7 +156,7 @@ class Saver:
     def wait(self, step: int) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank."""
         with sync_after(self._sync, SyncRequest("wait_for_save", step)):
-            self._background.wait_and_raise()
+            self.background.wait_and_raise()
 
     def _create(self, root: Path, request: SyncRequest) -> CheckpointWriter:
         """The writer in a temporary directory that the first rank makes."""

@@ -196,7 +196,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self.error: CheckpointError | None = None
 
     def start(self, work: Callable[[], CheckpointError | None]) -> None:
         """Run `work`, which returns its error; the previous save must have ended."""
@@ -210,12 +210,12 @@ class BackgroundWriter:
             # priority is that of one thread.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
-            self._error = work()
+            self.error = work()
         except Exception as error:
-            self._error = error if isinstance(error, CheckpointError) else CheckpointError(f"saving failed: {error!r}")
-        if self._error is not None:
+            self.error = error if isinstance(error, CheckpointError) else CheckpointError(f"saving failed: {error!r}")
+        if self.error is not None:
             # Logged at once: there may be no further step that could raise it.
-            _LOGGER.error("a checkpoint was not written: %s", self._error)
+            _LOGGER.error("a checkpoint was not written: %s", self.error)
 
     def wait(self) -> None:
         """Wait for the running save, if any."""
@@ -225,7 +225,7 @@ class BackgroundWriter:
 
     def take_error(self) -> CheckpointError | None:
         """The error of the last save, once."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         return error
 
     def wait_and_raise(self) -> None:

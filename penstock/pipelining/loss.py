@@ -13,7 +13,7 @@ from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import flatten_one_level, named_leaves, unflatten_one_level
 from penstock.loss import LossStep, LossWeights
-from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
+from penstock.runtime import MicrobatchWarning, checked_loss, no_gradient_error
 
 
 class _OnePipeline:
@@ -86,7 +86,8 @@ class StepLoss:
         self.losses[microbatch] = loss.detach().clone()
         if not step.is_training:
             return loss, 1.0
-        check_gradient(loss)
+        if not loss.requires_grad:
+            raise no_gradient_error()
         count = len(step.microbatches)
         if not self._scales or count == 1:
             return loss, 1.0

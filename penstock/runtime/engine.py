@@ -574,7 +574,15 @@ class Engine:
     def _end_step(self, step: Step, compiled: CompiledStep, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
         groups, own = self._groups, LossVote.of(step)
-        first_bad_output, last_bad_gradient = self._nonfinite_stages(step)
+        # NaN spreads to later stages in forward and to earlier ones in backward. Infinite: no stage of this process has
+        # any, or they are not looked for.
+        first_bad_output, last_bad_gradient = math.inf, -math.inf
+        if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
+            for index, parameters in self._parameters.items():
+                step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
+            bad_outputs, bad_gradients = step.extremes.nonfinite_stages()
+            first_bad_output = min(bad_outputs, default=math.inf)
+            last_bad_gradient = max(bad_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
@@ -618,19 +626,6 @@ class Engine:
             weights_by_name={name: tuple(weights) for name, (_, weights) in by_name.items()},
             seed=step.seed,
         )
-
-    def _nonfinite_stages(self, step: Step) -> tuple[float, float]:
-        """The first stage with NaN or Inf in an output, and the last one with NaN or Inf in a gradient.
-
-        NaN spreads to later stages in forward and to earlier ones in backward. Infinite if no stage of this process has
-        any, or if they are not looked for.
-        """
-        if not step.is_training or self._options.nonfinite == "ignore" or self._loss_head.scaler is not None:
-            return math.inf, -math.inf
-        for index, parameters in self._parameters.items():
-            step.extremes.add(index, [parameter.grad for parameter in parameters], is_gradient=True)
-        in_outputs, in_gradients = step.extremes.nonfinite_stages()
-        return min(in_outputs, default=math.inf), max(in_gradients, default=-math.inf)
 
     def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
         """Each of several losses, for the batches of all replicas, and its weights, on every rank."""

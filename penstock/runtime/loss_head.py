@@ -82,8 +82,8 @@ class LossHead:
             self._loss_weights.weigh(step, microbatch, output, loss)
         else:
             loss = self._sum_of_losses(step, microbatch, output, losses)
-        if step.is_training:
-            check_gradient(loss)
+        if step.is_training and not loss.requires_grad:
+            raise no_gradient_error()
         # A copy, because some losses are views of a tensor as large as the output, which would stay in memory.
         step.losses[microbatch] = loss.detach().clone()
         return loss
@@ -161,12 +161,13 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     return scalar if scalar.dim() == 0 else scalar.reshape(())
 
 
-def check_gradient(loss: Tensor) -> None:
-    """Raise a RunError if backward cannot start from a loss."""
-    if not loss.requires_grad:
+def no_gradient_error() -> RunError:
+    """The error for a loss that backward cannot start from."""
+    if torch.is_grad_enabled():
         hint = "unfreeze a parameter, or use eval"
-        hint = hint if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
-        raise RunError("the loss does not depend on anything that requires a gradient", hint=hint)
+    else:
+        hint = "call step outside of torch.no_grad()"
+    return RunError("the loss does not depend on anything that requires a gradient", hint=hint)
 
 
 def _detached(leaf: object) -> object:

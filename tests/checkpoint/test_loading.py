@@ -172,7 +172,7 @@ def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
     full = OSError(28, "No space left on device")
     with mock.patch.object(writer, "write_file", side_effect=full):
         training.save(root, asynchronous=True)
-        training.pipe._saver._background.wait()
+        training.pipe._saver.background.wait()
     try:
         training.losses(1)
         error_text = ""
