@@ -19,7 +19,6 @@ from penstock.ir import (
     StageCosts,
     StateBytes,
     find_link,
-    ring_seconds,
 )
 from penstock.passes import lower
 from penstock.schedules import build
@@ -127,7 +126,7 @@ class Setting:
         parameters = held * self.depth
         if not self.overlaps_reduction:
             reduced = (_SINGLE + _HALF) / 2 if self.shards_optimizer else _HALF
-            seconds += ring_seconds(self.replicas, reduced * parameters, *network)
+            seconds += _NETWORK.ring_seconds(self.replicas, reduced * parameters)
         shards = self.replicas if self.shards_optimizer else 1
         return seconds + _OPTIMIZER_BYTES * parameters / shards / _MEMORY
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from penstock import errors
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError, PlanError, RunError
-from penstock.ir import Cluster, Plan, Replicas, from_json, to_json
+from penstock.ir import Cluster, LinkSpeed, Plan, Replicas, from_json, to_json
 from penstock.launch import host_id, one_line
 from penstock.runtime import EXPERTS, PIPELINE, REPLICAS, mesh_sizes
 
@@ -66,9 +66,7 @@ def plan_together(
         # All pipelines measure at once, as they will communicate.
         axis = REPLICAS if REPLICAS in mesh.mesh_dim_names and mesh[REPLICAS].size() > 1 else EXPERTS
         between = measure_links(mesh.get_group(axis), progress=False).links
-        bandwidths = [link.bandwidth for link in between if link.bandwidth is not None]
-        slowest = min(bandwidths, default=None)
-        cluster = replace(cluster, replicas=Replicas(num_replicas, max(link.latency for link in between), slowest))
+        cluster = replace(cluster, replicas=Replicas.over(num_replicas, LinkSpeed.slowest(between)))
     if dist.get_backend(pipeline) != "nccl" and (cores := _shared_cores(control)) is not None:
         cluster = replace(cluster, cores=max(1, cores // num_replicas))
     text, cause = _plan_as_text(make, cluster) if is_first else ("", None)

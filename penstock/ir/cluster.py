@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,27 @@ MAX_RANKS = 65536
 
 Ranks = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Achieved bandwidth and latency of one direction between two devices."""
+
+    bandwidth: float | None
+    """bytes per second; None: infinite"""
+    latency: float
+    """seconds"""
+
+    @classmethod
+    def slowest(cls, links: "Sequence[Link]") -> "LinkSpeed":
+        """The least bandwidth and the largest latency of some links."""
+        bandwidths = [link.bandwidth for link in links if link.bandwidth is not None]
+        return cls(min(bandwidths, default=None), max(link.latency for link in links))
+
+    def ring_seconds(self, members: int, num_bytes: float) -> float:
+        """Seconds of a ring all-reduce: every link carries almost twice the bytes, in 2 (members - 1) rounds."""
+        carried = 0.0 if self.bandwidth is None else num_bytes / members / self.bandwidth
+        return 2 * (members - 1) * (self.latency + carried)
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,8 @@ class LinkRates:
     """Converts the bytes of messages to seconds; an entry per link, in arrays of one shape.
 
     Simulation, partitioners and synthesis all take the time of a message from here, so a new cost of messages is a
-    field of Link and of Cluster, computed here. Within one rank nothing is sent: callers ignore these entries.
+    field of Link and of Cluster, computed here. Collectives take theirs from `LinkSpeed.ring_seconds`. Within one rank
+    nothing is sent: callers ignore these entries.
     """
 
     seconds_per_byte: Floats
@@ -95,18 +117,26 @@ class Replicas:
         _check_link(self.latency, self.bandwidth)
         _check_link(self.node_latency, self.node_bandwidth)
 
+    @classmethod
+    def over(
+        cls, count: int, link: LinkSpeed, node_link: LinkSpeed = LinkSpeed(None, 0.0), per_node: int = 1
+    ) -> "Replicas":
+        """Replicas with these links between nodes and within a node."""
+        return cls(
+            count,
+            link.latency,
+            link.bandwidth,
+            per_node=per_node,
+            node_latency=node_link.latency,
+            node_bandwidth=node_link.bandwidth,
+        )
+
     def reduction_seconds(self, num_bytes: float) -> float:
         """Seconds of an all-reduce: in a ring on each node, then with the part of each replica in a ring over nodes."""
         here = min(self.per_node, self.count)
-        within = ring_seconds(here, num_bytes, self.node_latency, self.node_bandwidth)
         nodes = -(-self.count // here)
-        return within + ring_seconds(nodes, num_bytes / here, self.latency, self.bandwidth)
-
-
-def ring_seconds(members: int, num_bytes: float, latency: float, bandwidth: float | None) -> float:
-    """Seconds of a ring all-reduce: every link carries almost twice the bytes, in 2 (members - 1) rounds."""
-    carried = 0.0 if bandwidth is None else num_bytes / members / bandwidth
-    return 2 * (members - 1) * (latency + carried)
+        within = LinkSpeed(self.node_bandwidth, self.node_latency).ring_seconds(here, num_bytes)
+        return within + LinkSpeed(self.bandwidth, self.latency).ring_seconds(nodes, num_bytes / here)
 
 
 @dataclass(frozen=True)

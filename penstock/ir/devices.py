@@ -5,7 +5,7 @@ from functools import cached_property
 
 from penstock.errors import CostError
 from penstock.ir.arguments import find_named, is_finite
-from penstock.ir.cluster import Cluster, Link
+from penstock.ir.cluster import Cluster, Link, LinkSpeed
 
 GIB = 2**30
 _HALF = ("bfloat16", "float16")
@@ -122,16 +122,6 @@ DEVICES: dict[str, Device] = {
     "rtx4090": Device(165e12, 82.6e12, 1.008e12, 24 * GIB, across="100G"),
 }
 """presets of devices by name"""
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """Achieved bandwidth and latency of one direction between two devices."""
-
-    bandwidth: float
-    """bytes per second"""
-    latency: float
-    """seconds"""
 
 
 # Per direction and device: 80 % of the nominal rate. Latencies are of the order of a small NCCL message.

@@ -76,14 +76,7 @@ class DevicePool:
         outer = self.link(self.devices)
         if self.within is None or outer is None:
             return Replicas(count)
-        return Replicas(
-            count,
-            outer.latency,
-            outer.bandwidth,
-            per_node=max(1, self.per_node // size),
-            node_latency=self.within.latency,
-            node_bandwidth=self.within.bandwidth,
-        )
+        return Replicas.over(count, outer, self.within, max(1, self.per_node // size))
 
     def pipeline(self, ranks: int, tensor_parallel: int) -> Cluster:
         """The pipeline ranks of one replica, and the links to the others."""

@@ -17,7 +17,6 @@ from penstock.ir import (
     TensorSpec,
     Value,
     is_floating_point,
-    ring_seconds,
 )
 from penstock.planner.candidates import Measured
 
@@ -75,7 +74,7 @@ def split_tensors(
             if tensor_parallel.sequence_parallel
             else sum(each.spec.bytes for each in node.makes)
         )
-        reduction = 0.0 if link is None else ring_seconds(degree, moved, link.latency, link.bandwidth)
+        reduction = 0.0 if link is None else link.ring_seconds(degree, moved)
         forward = min(count / 2, _MOST_COLLECTIVES) * reduction
         backward = (1.5 if tensor_parallel.sequence_parallel else 1.0) * forward
         costs.append(_split_cost(cost, degree, forward, backward, tensor_parallel.overlap_collectives))
