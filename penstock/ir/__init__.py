@@ -48,7 +48,7 @@ from penstock.ir.action import (
 )
 from penstock.ir.arguments import as_int, choices_text, find_named, is_finite, parse_bytes
 from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
-from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, MessageCpu, Overhead, Replicas, ring_seconds
+from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, LinkSpeed, MessageCpu, Overhead, Replicas
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
@@ -68,7 +68,7 @@ from penstock.ir.containers import (
     unflatten_one_level,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
-from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, LinkSpeed, find_device, find_link, node_cluster
+from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, find_device, find_link, node_cluster
 from penstock.ir.dtypes import ITEM_BYTES, is_floating_point, is_integer
 from penstock.ir.graph import (
     ADDED_LOSS,
@@ -105,8 +105,10 @@ from penstock.ir.orders import (
     decode_one,
     encode,
     find_dependencies,
+    first_microbatches,
     kind_of,
     microbatch_of,
+    number_microbatches,
     pack,
     peer_microbatch_of,
     peer_of,

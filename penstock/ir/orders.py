@@ -125,6 +125,40 @@ def decode_one(code: int) -> Action:
     return _STAGE_ACTIONS[kind](stage)
 
 
+def number_microbatches(codes: Codes) -> Codes:
+    """The passes of a rank with their microbatches, found by counting.
+
+    The k-th forward of a stage is that of microbatch k, and so is its k-th backward or input gradient. Its weight
+    gradients follow its input gradients. An overlapped pair is a forward of one stage and a backward of another.
+    """
+    kind, stage = kind_of(codes), stage_of(codes)
+    is_pair = kind == Kind.OVERLAP
+    is_forward = is_pair | (kind == Kind.FORWARD)
+    is_backward = is_pair | (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD)
+    back_stage = np.where(is_pair, peer_of(codes), stage)
+    forward, backward = np.zeros((2, len(codes)), dtype=np.int64)
+    for one in np.unique((stage, back_stage)):
+        is_own = stage == one
+        chosen = is_forward & is_own
+        forward[chosen] = np.arange(int(chosen.sum()))
+        chosen = is_backward & (back_stage == one)
+        backward[chosen] = np.arange(int(chosen.sum()))
+        weights = is_own & (kind == Kind.WEIGHT_GRAD)
+        backward[weights] = backward[is_own & (kind == Kind.INPUT_GRAD)][: int(weights.sum())]
+    return codes + pack(0, 0, np.where(is_forward, forward, backward), 0, np.where(is_pair, backward, 0))
+
+
+def first_microbatches(codes: Codes, num_microbatches: int) -> Codes:
+    """The actions of the first microbatches; of an overlapped pair, the half that is among them stays."""
+    is_pair = kind_of(codes) == Kind.OVERLAP
+    has_forward = microbatch_of(codes) < num_microbatches
+    has_backward = is_pair & (peer_microbatch_of(codes) < num_microbatches)
+    forwards = pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
+    backwards = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
+    halved: Codes = np.where(is_pair & ~has_forward, backwards, np.where(is_pair & ~has_backward, forwards, codes))
+    return halved[has_forward | has_backward]
+
+
 class Passes(NamedTuple):
     """Every action as single passes: an overlapped pair gives two rows. `index` is the index of the action."""
 

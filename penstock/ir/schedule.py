@@ -3,24 +3,21 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
 from penstock.ir.orders import (
-    Codes,
     Dependencies,
     Makers,
     Orders,
     find_dependencies,
+    first_microbatches,
     kind_of,
     microbatch_of,
     pack,
-    peer_microbatch_of,
     peer_of,
     stage_of,
 )
@@ -261,27 +258,19 @@ class Program(_Ordered):
         """The same program for the first `num_microbatches` only."""
         if num_microbatches >= self.num_microbatches:
             return self
-        codes, is_pair = self.table.codes, self.table.kinds == Kind.OVERLAP
-        has_forward = microbatch_of(codes) < num_microbatches
-        has_backward = is_pair & (peer_microbatch_of(codes) < num_microbatches)
-        backwards = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
-        codes = np.where(is_pair & ~has_backward, _forwards(codes), codes)
-        codes = np.where(is_pair & ~has_forward, backwards, codes)
-        return self._selected(codes, has_forward | has_backward, num_microbatches)
+        orders = [first_microbatches(self.table.rank(rank), num_microbatches) for rank in range(self.num_ranks)]
+        return Program(self.placement, num_microbatches, self.cuts, Orders(orders))
 
     def forwards(self) -> "Program":
         """The same program without backwards and what belongs to them."""
         codes, kinds = self.table.codes, self.table.kinds
         is_pair, is_later = kinds == Kind.OVERLAP, peer_of(codes) > stage_of(codes)
         is_value = ((kinds == Kind.SEND) & is_later) | ((kinds == Kind.RECV) & ~is_later)
-        codes = np.where(is_pair, _forwards(codes), codes)
-        return self._selected(codes, is_pair | (kinds == Kind.FORWARD) | is_value, self.num_microbatches)
-
-    def _selected(self, codes: Codes, keep: NDArray[np.bool_], num_microbatches: int) -> "Program":
-        """The actions where `keep` is true, with other codes."""
-        parts = [slice(*ends) for ends in pairwise(self.table.starts.tolist())]
-        table = Orders([codes[part][keep[part]] for part in parts])
-        return Program(self.placement, num_microbatches, self.cuts, table)
+        codes = np.where(is_pair, pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes)), codes)
+        kept = is_pair | (kinds == Kind.FORWARD) | is_value
+        codes, ranks = codes[kept], self.table.rank_of[kept]
+        table = Orders([codes[ranks == rank] for rank in range(self.num_ranks)])
+        return Program(self.placement, self.num_microbatches, self.cuts, table)
 
     def with_table(self, table: Orders) -> "Program":
         """The same program with other orders, which are not checked: for passes that insert or move actions."""
@@ -301,11 +290,6 @@ def read_schedule(source: str | Path) -> Schedule | Program:
     program = Program.from_csv(source)
     has_other = set(program.table.kinds.tolist()) - set(COMPUTE_KINDS)
     return program if has_other else program.schedule
-
-
-def _forwards(codes: Codes) -> Codes:
-    """The forward halves of overlapped pairs."""
-    return pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
 
 
 def _infer_sizes(orders: Orders) -> tuple[Placement, int]:

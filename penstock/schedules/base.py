@@ -98,15 +98,6 @@ def staggered(*columns: tuple[Codes, int]) -> Codes:
     return grid[grid >= 0]
 
 
-def numbered(codes: Codes) -> Codes:
-    """Assign microbatches by counting: the k-th occurrence of an action gets microbatch k."""
-    microbatch = np.zeros(len(codes), dtype=np.int64)
-    for code in np.unique(codes):
-        chosen = codes == code
-        microbatch[chosen] = np.arange(int(chosen.sum()))
-    return codes + pack(0, 0, microbatch)
-
-
 def passes(kind: Kind, stages: int | NDArray[np.int64], microbatches: int | NDArray[np.int64]) -> Codes:
     """Passes of one kind; an int for microbatches means all of them in ascending order."""
     return pack(kind, stages, np.arange(microbatches) if isinstance(microbatches, int) else microbatches)

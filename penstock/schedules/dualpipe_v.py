@@ -15,20 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import (
-    Codes,
-    Kind,
-    Orders,
-    Placement,
-    Schedule,
-    kind_of,
-    microbatch_of,
-    pack,
-    peer_microbatch_of,
-    peer_of,
-    stage_of,
-)
-from penstock.schedules.base import Scheduler
+from penstock.ir import Codes, Kind, Orders, Placement, Schedule, first_microbatches, kind_of, number_microbatches, pack
+from penstock.schedules.base import Scheduler, weight_grads_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +30,7 @@ class DualPipeV(Scheduler):
     def build(self, ranks: int, microbatches: int) -> Schedule:
         # The phases need 2 ranks microbatches; for fewer, the surplus of a longer schedule is removed.
         planned = max(2 * ranks, microbatches)
-        orders = [_without_surplus(_order(rank, ranks, planned), microbatches) for rank in range(ranks)]
+        orders = [first_microbatches(_order(rank, ranks, planned), microbatches) for rank in range(ranks)]
         return Schedule(Placement.vee(ranks), microbatches, Orders(orders))
 
 
@@ -72,38 +60,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> Codes:
         ((w, i0), below),
         ((w,), rank + 1),
     )
-    return _numbered(np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases]))
-
-
-def _numbered(codes: Codes) -> Codes:
-    """Assign microbatches by counting forwards and backwards; weight gradients follow the input gradients."""
-    kind, stage = kind_of(codes), stage_of(codes)
-    is_pair = kind == Kind.OVERLAP
-    back_stage = np.where(is_pair, peer_of(codes), stage)
-    forward = _count(stage, is_pair | (kind == Kind.FORWARD))
-    backward = _count(back_stage, is_pair | (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD))
-    microbatch = np.where(is_pair | (kind == Kind.FORWARD), forward, backward)
-    result = codes + pack(0, 0, microbatch, 0, np.where(is_pair, backward, 0))
-    split = result[kind == Kind.INPUT_GRAD]
-    result[kind == Kind.WEIGHT_GRAD] = split - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
-    return result
-
-
-def _count(stage: Codes, chosen: "np.ndarray") -> Codes:
-    """Per entry the number of chosen entries of the same stage before it."""
-    count = np.zeros(len(stage), dtype=np.int64)
-    for one in np.unique(stage[chosen]):
-        places = chosen & (stage == one)
-        count[places] = np.arange(int(places.sum()))
-    return count
-
-
-def _without_surplus(codes: Codes, microbatches: int) -> Codes:
-    """The order without surplus microbatches; of a pair the half that is needed stays."""
-    is_pair = kind_of(codes) == Kind.OVERLAP
-    no_forward = microbatch_of(codes) >= microbatches
-    no_backward = is_pair & (peer_microbatch_of(codes) >= microbatches)
-    backward = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
-    forward = pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
-    halved = np.where(is_pair & no_forward, backward, np.where(no_backward, forward, codes))
-    return halved[~np.where(is_pair, no_forward & no_backward, no_forward)]
+    codes = np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases])
+    kinds = kind_of(codes)
+    codes[kinds == Kind.WEIGHT_GRAD] = weight_grads_of(codes[kinds == Kind.INPUT_GRAD])
+    return number_microbatches(codes)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import Codes, Kind, Orders, Placement, Schedule, microbatch_of, pack
-from penstock.schedules.base import Scheduler, numbered
+from penstock.ir import Codes, Kind, Orders, Placement, Schedule, microbatch_of, number_microbatches, pack
+from penstock.schedules.base import Scheduler
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,4 @@ def _order(rank: int, ranks: int, microbatches: int) -> Codes:
         ((w1,), rank),
         ((w0,), rank),
     )
-    return numbered(np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases]))
+    return number_microbatches(np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases]))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir import Kind, StageCosts, decode, pack
+from penstock.ir import Kind, StageCosts, decode, number_microbatches, pack
 from penstock.schedules import SCHEDULES, build
-from penstock.schedules.base import numbered, passes, staggered, weight_grads_of
+from penstock.schedules.base import passes, staggered, weight_grads_of
 
 
 def text(codes):
@@ -40,11 +40,11 @@ def test_a_step_does_the_left_sequence_first():
 
 def test_numbering_counts_how_often_an_action_has_occurred():
     f0, f1, i0 = pack(Kind.FORWARD, 0), pack(Kind.FORWARD, 1), pack(Kind.INPUT_GRAD, 0)
-    assert text(numbered(np.concatenate([f0, f0, f1, i0, f0, f1, i0]))) == "0F0 0F1 1F0 0I0 0F2 1F1 0I1"
+    assert text(number_microbatches(np.concatenate([f0, f0, f1, i0, f0, f1, i0]))) == "0F0 0F1 1F0 0I0 0F2 1F1 0I1"
 
 
 def test_numbering_nothing_gives_nothing():
-    assert len(numbered(np.array([], dtype=np.int64))) == 0
+    assert len(number_microbatches(np.array([], dtype=np.int64))) == 0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

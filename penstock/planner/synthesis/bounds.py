@@ -41,15 +41,15 @@ class Bound(NamedTuple):
 
 def lower_bound(problem: ScheduleProblem) -> Bound:
     """Returns a proven lower bound of a problem in its objective."""
-    table = PassTable.least(problem)
+    table, ranks = PassTable.least(problem), range(problem.cluster.ranks)
     if problem.objective == "makespan":
-        bounds = _bounds(table, range(problem.num_ranks))
+        bounds = _bounds(table, ranks)
         cores = problem.cluster.cores
-        if cores is not None and cores < problem.num_ranks:
+        if cores is not None and cores < len(ranks):
             work = table.share * table.work(range(table.num_rows))
             bounds.append(Bound(work / cores, f"work of all ranks on {cores} cores"))
     else:
-        bounds = [bound for rank in range(problem.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
+        bounds = [bound for rank in ranks for bound in _bounds(_single_rank(table, rank), (rank,))]
     best = max(bounds)
     return Bound((best.seconds + problem.step_seconds) * (1 - _CAUTION), best.why)
 
@@ -319,7 +319,7 @@ def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> flo
     if room == inf or room <= 0:
         return 0.0
     held = 0.0
-    for stage in table.problem.stages[rank]:
+    for stage in table.problem.placement.stages[rank]:
         # Bytes are held at least from the start of the forward to the end of the pass that frees them.
         delays = table.least_delays(3 * stage) + table.seconds
         held -= sum(table.allocated[3 * stage + part] * delays[3 * stage + part] for part in (1, 2))

@@ -34,7 +34,7 @@ DEADLOCK = Evaluation([], inf)
 
 def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
     """Runs every pass as soon as its rank and its inputs allow."""
-    num_stages, count = len(problem.rank_of), problem.num_microbatches
+    num_stages, count = problem.placement.num_stages, problem.num_microbatches
     # By stage and microbatch, inputs first and then returning gradients: messages that are missing, when the rest came.
     missing = [len(n) for side in (problem.producers, problem.gradient_sources) for n in side for _ in range(count)]
     ready = [0.0] * len(missing)

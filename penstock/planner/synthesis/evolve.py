@@ -172,7 +172,7 @@ def _enter(table: PassTable, order: RankOrder, ends: list[float], starts: Floats
 def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     """The pass ids of every rank by position."""
     found = []
-    for rows, stages in zip(table.rows_of_rank, table.problem.stages, strict=True):
+    for rows, stages in zip(table.rows_of_rank, table.problem.placement.stages, strict=True):
         # A backward that is not split is in the row of its first part alone.
         kinds = ((stage, (F, B, None) if stage in table.unsplit else (F, I, W)) for stage in stages)
         pass_ids = np.array([-1 if kind is None else stage << 2 | kind for stage, three in kinds for kind in three])

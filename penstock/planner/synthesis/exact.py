@@ -150,7 +150,7 @@ class _Model:
 
     def _share_memory(self) -> None:
         """A forward allocates bytes; its input gradient frees some of them, its weight gradient the rest."""
-        for stages, room in zip(self.table.problem.stages, self.table.problem.room, strict=True):
+        for stages, room in zip(self.table.problem.placement.stages, self.table.problem.room, strict=True):
             if room == inf:
                 continue
             held, sizes = [], []

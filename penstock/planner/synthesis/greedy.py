@@ -144,7 +144,7 @@ class Greedy:
         state = _State(
             counts,
             np.tile(self.table.before, (runs, 1)),
-            np.zeros((runs, self.table.problem.num_ranks)),
+            np.zeros((runs, self.table.problem.placement.num_ranks)),
             np.tile(self.num_awaited.astype(np.int8)[:, None], (runs, 1, columns + 1)),
             _with_padding(rules.releases, 0.0),
             np.zeros((runs, self.table.problem.num_links + 1)),

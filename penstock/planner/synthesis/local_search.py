@@ -93,7 +93,7 @@ def polish(problem: ScheduleProblem, orders: RankOrders, moves: int, goal: Goal)
 def make_legal(problem: ScheduleProblem, rank: int, order: RankOrder) -> RankOrder | None:
     """Returns the order with every pass deferred until its own stage and the memory allow it; None if some never do."""
     room, allocated = problem.room[rank], problem.allocated
-    done = dict.fromkeys((stage << 2 | kind for stage in problem.stages[rank] for kind in (F, B, I, W)), 0)
+    done = dict.fromkeys((stage << 2 | kind for stage in problem.placement.stages[rank] for kind in (F, B, I, W)), 0)
     held, result, waiting = 0.0, [], list[int]()
     for pass_id in order:
         waiting.append(pass_id)
@@ -131,14 +131,14 @@ def join_backwards(problem: ScheduleProblem, orders: RankOrders, goal: Goal) -> 
     seconds = problem.seconds
     shorter = [
         stage
-        for stage in range(len(problem.rank_of))
+        for stage in range(problem.placement.num_stages)
         if seconds[stage << 2 | I] + seconds[stage << 2 | W] - seconds[stage << 2 | B] > 0
     ]
     if not shorter:
         return orders
     orders, length = _join_adjacent(problem, orders, shorter, goal)
     for stage in shorter:
-        rank = problem.rank_of[stage]
+        rank = problem.placement.ranks[stage]
         for nth in reversed(range(orders[rank].count(stage << 2 | I))):
             if goal.is_over(length):
                 break

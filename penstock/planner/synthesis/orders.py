@@ -166,9 +166,9 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
     A microbatch goes through all stages and back, step by step; the next enters when one of those in flight has left.
     With one in flight nothing else is held or received, so that hardly any order needs less memory.
     """
-    stages = range(len(problem.rank_of))
+    stages = range(problem.placement.num_stages)
     way = [stage << 2 | F for stage in stages] + [stage << 2 | B for stage in reversed(stages)]
-    for in_flight in range(1, min(problem.num_microbatches, problem.num_ranks) + 1):
+    for in_flight in range(1, min(problem.num_microbatches, problem.placement.num_ranks) + 1):
         # Far enough apart that microbatch k has left when microbatch k + in_flight enters.
         apart = -(-len(way) // in_flight)
         passes = sorted(
@@ -176,9 +176,9 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
             for microbatch in range(problem.num_microbatches)
             for step in range(len(way))
         )
-        orders: RankOrders = [[] for _ in range(problem.num_ranks)]
+        orders: RankOrders = [[] for _ in range(problem.placement.num_ranks)]
         for _, _, step in passes:
-            orders[problem.rank_of[way[step] >> 2]].append(way[step])
+            orders[problem.placement.ranks[way[step] >> 2]].append(way[step])
         yield SimulatedOrder(problem, to_schedule(problem, orders), SYNTHESISED)
 
 

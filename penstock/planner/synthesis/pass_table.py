@@ -88,7 +88,7 @@ class PassTable:
             unequal = np.stack((by_id[:, F], parts, rest), axis=1).reshape(-1, problem.num_microbatches)
             return replace(cls.least(replace(problem, costs=problem.costs.least())), unequal=unequal)
         seconds = list(problem.seconds)
-        for stage in range(len(problem.rank_of)):
+        for stage in range(problem.placement.num_stages):
             whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
             seconds[stage << 2 | I] = min(first, whole)
             seconds[stage << 2 | W] = max(min(whole, first + second) - seconds[stage << 2 | I], 0.0)
@@ -101,13 +101,13 @@ class PassTable:
         # The needs between passes of one stage, and those over messages from other stages.
         own = [
             PassNeed(3 * stage + row, 3 * stage + need.fact)
-            for stage in range(len(problem.rank_of))
+            for stage in range(problem.placement.num_stages)
             for row, action in enumerate((Forward, InputGrad, WeightGrad))
             for need in needs(action(stage, 0), cuts)
             if need.stage == stage
         ]
         sent = (*_needs_of(problem.outputs, Fact.OUTPUT), *_needs_of(problem.gradients, Fact.INPUT_GRADIENT))
-        none = np.zeros(problem.num_ranks)
+        none = np.zeros(problem.placement.num_ranks)
         columns = _by_row(np.array([seconds, allocated]).T)
         return cls(problem, columns[:, 0], columns[:, 1], (*own, *sent), none, none)
 
@@ -152,12 +152,13 @@ class PassTable:
     @cached_property
     def rank(self) -> Ints:
         """The rank of every row."""
-        return np.repeat(np.asarray(self.problem.rank_of, dtype=np.int64), 3)
+        return np.repeat(np.asarray(self.problem.placement.ranks, dtype=np.int64), 3)
 
     @cached_property
     def rows_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The rows of every rank."""
-        return tuple(tuple(3 * s + part for s in stages for part in range(3)) for stages in self.problem.stages)
+        held = self.problem.placement.stages
+        return tuple(tuple(3 * stage + part for stage in stages for part in range(3)) for stages in held)
 
     def freeing_rows(self, stage: int) -> list[int]:
         """Returns the rows of a stage whose passes free bytes."""
@@ -171,7 +172,7 @@ class PassTable:
     @cached_property
     def sequence(self) -> tuple[int, ...]:
         """All rows, each after those that it needs."""
-        stages = range(len(self.problem.rank_of))
+        stages = range(self.problem.placement.num_stages)
         forward = (*(3 * s for s in stages), *(3 * s + 1 for s in reversed(stages)), *(3 * s + 2 for s in stages))
         return forward[::-1] if self.is_mirrored else forward
 

@@ -17,7 +17,6 @@ from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     MAX_MICROBATCHES,
     Cluster,
-    Codes,
     Cuts,
     Fact,
     Forward,
@@ -30,6 +29,7 @@ from penstock.ir import (
     as_int,
     kind_of,
     needs,
+    number_microbatches,
     pack,
     stage_of,
 )
@@ -107,27 +107,12 @@ class ScheduleProblem:
         return self.cluster.overhead.step_seconds if self.objective == "makespan" else 0.0
 
     @cached_property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return self.placement.num_ranks
-
-    @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of every rank."""
-        return self.placement.stages
-
-    @cached_property
-    def rank_of(self) -> tuple[int, ...]:
-        """The rank of every stage."""
-        return self.placement.ranks
-
-    @cached_property
     def room(self) -> tuple[float, ...]:
         """Bytes per rank left for activations: its memory less the state of its stages; inf without a limit."""
-        limits = self.cluster.limits or (float("inf"),) * self.num_ranks
+        limits = self.cluster.limits or (float("inf"),) * self.cluster.ranks
         return tuple(
             limit - sum(self.costs.state[stage].total for stage in stages)
-            for limit, stages in zip(limits, self.stages, strict=True)
+            for limit, stages in zip(limits, self.placement.stages, strict=True)
         )
 
     @cached_property
@@ -177,7 +162,7 @@ class ScheduleProblem:
             for need in needs(InputGrad(stage, 0), self.cuts)
             if need.fact is Fact.INPUT_GRADIENT
         ]
-        ranks = np.array(self.rank_of)
+        ranks = np.array(self.placement.ranks)
         found = []
         for pairs in (forward, backward):
             source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
@@ -185,7 +170,7 @@ class ScheduleProblem:
             seconds = rates.occupied(self.costs.message_bytes(source, target)).tolist()
             sent: list[list[OutgoingMessage]] = [[] for _ in stages]
             for (producer, consumer), occupied, latency in zip(pairs, seconds, rates.latency.tolist(), strict=True):
-                way = self.rank_of[producer], self.rank_of[consumer]
+                way = self.placement[producer], self.placement[consumer]
                 message = OutgoingMessage(consumer, -1, 0.0, 0.0)
                 if way[0] != way[1]:
                     message = OutgoingMessage(consumer, links.setdefault(way, len(links)), occupied, latency)
@@ -220,21 +205,9 @@ def rank_orders(schedule: Schedule) -> RankOrders:
 
 def to_schedule(problem: ScheduleProblem, orders: RankOrders) -> Schedule:
     """Returns the schedule of rank orders, with microbatches numbered by counting."""
-    return Schedule(problem.placement, problem.num_microbatches, Orders([_number(order) for order in orders]))
-
-
-def _number(order: RankOrder) -> Codes:
-    """The codes of an order: full backwards count with input gradients, weight gradients follow input gradients."""
-    ids = np.asarray(order, dtype=np.int64)
-    kind, stage = ids & 3, ids >> 2
-    microbatch = np.zeros(len(ids), dtype=np.int64)
-    for each in np.unique(stage):
-        here = stage == each
-        forward, backward = here & (kind == F), here & ((kind == B) | (kind == I))
-        microbatch[forward] = np.arange(int(forward.sum()))
-        microbatch[backward] = np.arange(int(backward.sum()))
-        microbatch[here & (kind == W)] = microbatch[here & (kind == I)]
-    return pack(kind, stage, microbatch)
+    ids = [np.asarray(order, dtype=np.int64) for order in orders]
+    table = Orders([number_microbatches(pack(each & 3, each >> 2)) for each in ids])
+    return Schedule(problem.placement, problem.num_microbatches, table)
 
 
 def peak_bytes(problem: ScheduleProblem, order: RankOrder) -> float:
