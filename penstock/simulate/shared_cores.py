@@ -6,6 +6,7 @@ depends on the others: an event simulation, from one event to the next, in which
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -40,90 +41,47 @@ def run_on_shared_cores(
     cores: int, rank_starts: Sequence[int], seconds: Sequence[float], messages: Sequence[Message]
 ) -> PassTimes | None:
     """Run passes to their end; None if they block. `rank_starts`: the first pass of each rank, then their number."""
-    network = _Network(messages, len(seconds))
-    starts, ends = _Machine(cores, rank_starts, seconds, network).run()
-    return None if np.isnan(ends).any() else PassTimes(starts, ends, network.arrived)
-
-
-class _Network:
-    """Messages: sent after a pass, one after another on each link, and waited for by a pass."""
-
-    def __init__(self, messages: Sequence[Message], num_passes: int) -> None:
-        self._messages = messages
-        self.arrived = np.zeros(len(messages))
-        self.num_awaited = [0] * num_passes
-        """per pass the number of messages that have not arrived yet"""
-        self._sent_after: dict[int, list[int]] = {}
-        self._link_is_free_at: dict[int, float] = {}
-        self._in_transit: list[tuple[float, int]] = []
-        """heap of (arrival, message)"""
-        for number, message in enumerate(messages):
-            self.num_awaited[message.user] += 1
-            self._sent_after.setdefault(message.before_send, []).append(number)
-
-    @property
-    def next_arrival(self) -> float:
-        """When the next message arrives; infinity if none is in transit."""
-        return self._in_transit[0][0] if self._in_transit else math.inf
-
-    def send(self, before_send: int, now: float) -> None:
-        """Send the messages after a pass, as soon as their links are free."""
-        for number in self._sent_after.get(before_send, ()):
-            _, _, link, seconds, latency = self._messages[number]
-            sent = max(now, self._link_is_free_at.get(link, 0.0)) + seconds
-            self._link_is_free_at[link] = sent
-            self.arrived[number] = sent + latency
-            heapq.heappush(self._in_transit, (sent + latency, number))
-
-    def deliver(self, now: float) -> None:
-        """Mark the messages that have arrived by now."""
-        while self.next_arrival <= now:
-            _, number = heapq.heappop(self._in_transit)
-            self.num_awaited[self._messages[number].user] -= 1
-
-
-class _Machine:
-    """Ranks that run their passes in order and share the cores evenly."""
-
-    def __init__(self, cores: int, rank_starts: Sequence[int], seconds: Sequence[float], network: _Network) -> None:
-        self._cores, self._seconds, self._network = cores, seconds, network
-        self._left = [list(range(start, end))[::-1] for start, end in pairwise(rank_starts)]
-        """per rank the passes that it has not started, the next one last"""
-        self._running: dict[int, tuple[int, float]] = {}
-        """by rank its running pass and the core seconds that the pass still needs"""
-        self._times = np.full((2, len(seconds)), np.nan)
-        self._now = 0.0
-
-    def run(self) -> Seconds:
-        """Starts and ends; NaN for passes that never run."""
-        self._network.send(-1, 0.0)
-        self._network.deliver(0.0)
-        self._start_passes()
-        while self._running or self._network.next_arrival < math.inf:
-            self._advance()
-            self._start_passes()
-        return self._times
-
-    def _start_passes(self) -> None:
-        """Start the next pass of every rank that is free and has its messages."""
-        for rank, left in enumerate(self._left):
-            if left and rank not in self._running and not self._network.num_awaited[left[-1]]:
-                number = left.pop()
-                self._running[rank] = number, self._seconds[number]
-                self._times[0, number] = self._now
-
-    def _advance(self) -> None:
-        """Advance to the next event: a message arrives, or a pass ends."""
-        share = min(1.0, self._cores / max(len(self._running), 1))
-        least = min((left for _, left in self._running.values()), default=math.inf)
-        end, arrival = self._now + least / share, self._network.next_arrival
-        progress, self._now = (min(end, arrival) - self._now) * share, min(end, arrival)
+    starts, ends = np.full((2, len(seconds)), np.nan)
+    arrived = np.zeros(len(messages))
+    sent_after: dict[int, list[int]] = defaultdict(list)
+    num_awaited = [0] * len(seconds)
+    for number, message in enumerate(messages):
+        sent_after[message.before_send].append(number)
+        num_awaited[message.user] += 1
+    # Per rank the passes that it has not started, the next one last; by rank its running pass and the core seconds
+    # that this still needs; when each link is free; a heap of (arrival, message).
+    waiting = [list(range(first, end))[::-1] for first, end in pairwise(rank_starts)]
+    running: dict[int, tuple[int, float]] = {}
+    link_is_free_at: dict[int, float] = defaultdict(float)
+    in_transit: list[tuple[float, int]] = []
+    now, ended = 0.0, [-1]
+    while True:
+        # The messages of passes that have just ended leave as soon as their links are free.
+        for number in (number for each in ended for number in sent_after[each]):
+            link, occupied, latency = messages[number][2:]
+            sent = link_is_free_at[link] = max(now, link_is_free_at[link]) + occupied
+            arrived[number] = sent + latency
+            heapq.heappush(in_transit, (sent + latency, number))
+        while in_transit and in_transit[0][0] <= now:
+            num_awaited[messages[heapq.heappop(in_transit)[1]].user] -= 1
+        # The next pass of every rank that is free and has its messages starts.
+        for rank, passes in enumerate(waiting):
+            if passes and rank not in running and not num_awaited[passes[-1]]:
+                number = passes.pop()
+                running[rank] = number, seconds[number]
+                starts[number] = now
+        if not running and not in_transit:
+            return None if np.isnan(ends).any() else PassTimes(starts, ends, arrived)
+        # The next event: a message arrives, or a pass ends.
+        share = min(1.0, cores / max(len(running), 1))
+        least = min((left for _, left in running.values()), default=math.inf)
+        end, arrival = now + least / share, in_transit[0][0] if in_transit else math.inf
+        progress, now = (min(end, arrival) - now) * share, min(end, arrival)
         # The pass nearest to its end ends now, even if rounding leaves a remainder.
-        limit = least * _SAME_TIME if end <= arrival else -1.0
-        for rank, (number, left) in list(self._running.items()):
-            self._running[rank] = number, max(left - progress, 0.0)
+        limit, ended = least * _SAME_TIME if end <= arrival else -1.0, []
+        for rank, (number, left) in list(running.items()):
+            running[rank] = number, max(left - progress, 0.0)
             if left <= limit:
-                del self._running[rank]
-                self._times[1, number] = self._now
-                self._network.send(number, self._now)
-        self._network.deliver(self._now)
+                del running[rank]
+                ends[number] = now
+                ended.append(number)

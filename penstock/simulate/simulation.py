@@ -8,6 +8,7 @@ times, unless there are more ranks than the cores that they share: see shared_co
 of a stage from its Reduce on, while the passes continue.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,17 +55,9 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
         raise CostError(
             "the cluster must have the same number of ranks", cluster=cluster.ranks, program=program.num_ranks
         )
-    _check_messages(program)
-    messages = _find_messages(program, costs, cluster)
-    computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
-    seconds = pass_seconds(program.table, costs, cluster.overlap)[computes]
-    passes = _find_passes(program, computes, seconds, messages)
-    if cluster.cores is not None and cluster.cores < program.num_ranks:
-        times = _run_on_shared_cores(passes, messages, cluster.cores)
-    else:
-        times = _walk(passes, messages)
-    if times is None:
-        raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) shows where it blocks")
+    order = _FixedOrder(program, costs, cluster)
+    computes, messages = order.computes, order.messages
+    times = order.run(pass_seconds(program.table, costs, cluster.overlap)[computes], messages.seconds)
     # A pass has its own end; any other action ends with the pass before it on its rank.
     table = program.table
     latest = np.searchsorted(computes, np.arange(len(table.codes)), side="right") - 1
@@ -96,40 +89,25 @@ class Makespans:
     """Predicts the makespan of one program for many costs; everything that does not depend on them is found once.
 
     Called with the seconds by kind, stage and microbatch, and with the sizes of the messages of every microbatch as
-    factors of those in `costs`. `simulate` with these costs gives the same makespan.
+    factors of those in `costs`. `simulate` gives the same makespan, besides the overhead of a step and reductions over
+    replicas.
     """
 
     def __init__(self, program: Program, costs: StageCosts, cluster: Cluster) -> None:
-        _check_messages(program)
-        self._table, self._cluster = program.table, cluster
-        self._messages = _find_messages(program, costs, cluster)
-        self._microbatches = microbatch_of(program.table.codes[self._messages.send])
-        self._computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
-        self._passes = _find_passes(program, self._computes, np.zeros(len(self._computes)), self._messages)
-        self._lines, self._needs = _lines(self._passes, self._messages)
-        self._tails = [0.0] * len(self._computes) + self._messages.latency.tolist()
-        self._is_shared = cluster.cores is not None and cluster.cores < program.num_ranks
+        self._table, self._overlap = program.table, cluster.overlap
+        self._order = _FixedOrder(program, costs, cluster)
+        self._microbatches = microbatch_of(program.table.codes[self._order.messages.send])
 
     @property
     def num_items(self) -> int:
         """Number of passes and messages, to which the time of a call is proportional."""
-        return len(self._tails)
+        return len(self._order.computes) + len(self._microbatches)
 
     def __call__(self, by_kind: Seconds, sizes: Seconds) -> float:
         """The makespan in seconds."""
-        seconds = look_up_seconds(self._table, by_kind, self._cluster.overlap)[self._computes]
-        occupied = self._messages.seconds * sizes[self._microbatches]
-        if self._is_shared:
-            assert self._cluster.cores is not None
-            passes, messages = self._passes._replace(seconds=seconds), self._messages._replace(seconds=occupied)
-            times = _run_on_shared_cores(passes, messages, self._cluster.cores)
-            ends = None if times is None else times.ends
-        else:
-            result = walk(self._lines, self._needs, [*seconds.tolist(), *occupied.tolist()], self._tails)
-            ends = result.ends[: len(seconds)] if result.finished else None
-        if ends is None:
-            raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) shows where")
-        return float(ends.max())
+        seconds = look_up_seconds(self._table, by_kind, self._overlap)[self._order.computes]
+        occupied = self._order.messages.seconds * sizes[self._microbatches]
+        return float(self._order.run(seconds, occupied).ends.max())
 
 
 def _check_messages(program: Program) -> None:
@@ -154,82 +132,84 @@ class _Messages(NamedTuple):
 
     send: Indices
     """index of the Send"""
+    before_send: Indices
+    """the last pass of its rank before the Send; -1 if there is none"""
     user: Indices
-    """index of the pass that uses the values"""
-    link_starts: Indices
-    """the first message of each link"""
+    """the pass that uses the values"""
+    link: Indices
     seconds: Seconds
+    """for which it occupies its link"""
     latency: Seconds
 
 
-def _find_messages(program: Program, costs: StageCosts, cluster: Cluster) -> _Messages:
-    table, ranks = program.table, np.asarray(program.placement.ranks)
-    send = np.flatnonzero(table.kinds == Kind.SEND)
-    source, target = stage_of(table.codes[send]), peer_of(table.codes[send])
-    link = ranks[source] * program.num_ranks + ranks[target]
-    by_link = np.argsort(link, kind="stable")
-    send, source, target, link = send[by_link], source[by_link], target[by_link], link[by_link]
-    names, link_starts, which = np.unique(link, return_index=True, return_inverse=True)
-    rates = cluster.link_rates(names // program.num_ranks, names % program.num_ranks)[which]
-    makers, microbatch = program.makers, microbatch_of(table.codes[send])
-    user = np.where(
-        target > source, makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch]
-    )
-    seconds = rates.occupied(costs.message_bytes(source, target))
-    return _Messages(send, user, link_starts, seconds, rates.latency)
+class _FixedOrder:
+    """The passes of a program, numbered rank by rank in order, and its messages: run with any seconds of these."""
 
+    def __init__(self, program: Program, costs: StageCosts, cluster: Cluster) -> None:
+        _check_messages(program)
+        table, ranks = program.table, np.asarray(program.placement.ranks)
+        self.computes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
+        """the index of every pass"""
+        self._rank_starts = np.searchsorted(self.computes, table.starts)
+        is_shared = cluster.cores is not None and cluster.cores < program.num_ranks
+        self._cores = cluster.cores if is_shared else None
+        send = np.flatnonzero(table.kinds == Kind.SEND)
+        link = table.rank_of[send] * program.num_ranks + ranks[peer_of(table.codes[send])]
+        by_link = np.argsort(link, kind="stable")
+        send = send[by_link]
+        names, self._link_starts, which = np.unique(link[by_link], return_index=True, return_inverse=True)
+        rates = cluster.link_rates(names // program.num_ranks, names % program.num_ranks)[which]
+        before_send = np.searchsorted(self.computes, send) - 1
+        before_send[before_send < self._rank_starts[table.rank_of[send]]] = -1
+        source, target, microbatch = (of(table.codes[send]) for of in (stage_of, peer_of, microbatch_of))
+        outputs, gradients = (program.makers[fact] for fact in (Fact.OUTPUT, Fact.INPUT_GRADIENT))
+        user = np.where(target > source, outputs[target, microbatch], gradients[target, microbatch])
+        self.messages = _Messages(
+            send,
+            before_send,
+            np.searchsorted(self.computes, user),
+            which,
+            rates.occupied(costs.message_bytes(source, target)),
+            rates.latency,
+        )
 
-class _Passes(NamedTuple):
-    """The passes of a program, rank by rank in order, and the passes between which each message travels."""
+    def run(self, seconds: Seconds, occupied: Seconds) -> PassTimes:
+        """The times of passes that take these seconds and messages that occupy their links for these.
 
-    starts: Indices
-    """the first pass of each rank"""
-    seconds: Seconds
-    before_send: Indices
-    """per message the last pass of its rank before its Send; -1 if there is none"""
-    user: Indices
-    """per message the pass that uses it"""
+        Raises:
+            ScheduleError: if the order blocks
+        """
+        times: PassTimes | None
+        if self._cores is not None:
+            _, *columns = self.messages._replace(seconds=occupied)
+            rows = list(map(Message, *(column.tolist() for column in columns)))
+            times = run_on_shared_cores(self._cores, self._rank_starts.tolist(), seconds.tolist(), rows)
+        else:
+            starts, needs, tails = self._lines
+            walked = walk(starts, needs, [*seconds.tolist(), *occupied.tolist()], tails)
+            ends, arrived = walked.ends[: len(seconds)], walked.ends[len(seconds) :]
+            times = PassTimes(ends - seconds, ends, arrived) if walked.finished else None
+        if times is None:
+            hint = "penstock.verify(program) shows where it blocks"
+            raise ScheduleError("the program cannot run to its end", hint=hint)
+        return times
 
+    @cached_property
+    def _lines(self) -> tuple[list[int], Needs, list[float]]:
+        """The lines of a walk: first items of ranks and links, the needs of items, and latencies.
 
-def _find_passes(program: Program, computes: Indices, seconds: Seconds, messages: _Messages) -> _Passes:
-    table = program.table
-    number = np.full(len(table.codes), -1, dtype=np.int64)
-    number[computes] = np.arange(len(computes))
-    starts = np.searchsorted(computes, table.starts)
-    before_send = np.searchsorted(computes, messages.send) - 1
-    before_send[before_send < starts[table.rank_of[messages.send]]] = -1
-    return _Passes(starts, seconds, before_send, number[messages.user])
-
-
-def _walk(passes: _Passes, messages: _Messages) -> PassTimes | None:
-    """The times if every rank has its own core: ranks and links are the lines of one walk. None if they block."""
-    lines, needs = _lines(passes, messages)
-    num_passes = len(passes.seconds)
-    seconds = np.concatenate((passes.seconds, messages.seconds))
-    tails = np.concatenate((np.zeros(num_passes), messages.latency))
-    result = walk(lines, needs, seconds.tolist(), tails.tolist())
-    ends = result.ends[:num_passes]
-    return PassTimes(ends - passes.seconds, ends, result.ends[num_passes:]) if result.finished else None
-
-
-def _lines(passes: _Passes, messages: _Messages) -> tuple[list[int], Needs]:
-    """The first item of every rank and link, and what each item needs: items are the passes, then the messages."""
-    num_passes, num_messages = len(passes.seconds), len(messages.send)
-    number, has_before = num_passes + np.arange(num_messages), passes.before_send >= 0
-    needs = Needs.of(
-        num_passes + num_messages,
-        np.concatenate((number[has_before], passes.user)),
-        np.concatenate((passes.before_send[has_before], number)),
-    )
-    lines = (*passes.starts[:-1], *(num_passes + messages.link_starts), num_passes + num_messages)
-    return [int(start) for start in lines], needs
-
-
-def _run_on_shared_cores(passes: _Passes, messages: _Messages, cores: int) -> PassTimes | None:
-    link = np.searchsorted(messages.link_starts, np.arange(len(messages.send)), side="right")
-    columns = (passes.before_send, passes.user, link, messages.seconds, messages.latency)
-    rows = list(map(Message, *(column.tolist() for column in columns)))
-    return run_on_shared_cores(cores, passes.starts.tolist(), passes.seconds.tolist(), rows)
+        Items are the passes, then the messages.
+        """
+        messages, num_passes = self.messages, len(self.computes)
+        number, has_before = num_passes + np.arange(len(messages.send)), messages.before_send >= 0
+        num_items = num_passes + len(number)
+        needs = Needs.of(
+            num_items,
+            np.concatenate((number[has_before], messages.user)),
+            np.concatenate((messages.before_send[has_before], number)),
+        )
+        starts = (*self._rank_starts[:-1], *(num_passes + self._link_starts), num_items)
+        return [int(start) for start in starts], needs, [0.0] * num_passes + messages.latency.tolist()
 
 
 def _add_reductions(
