@@ -5,34 +5,27 @@ and the bytes of the gradients that return. Further tables list the nodes that d
 again instead of receiving their results, and the parameters that several stages hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Group
-from rich.text import Text
-
 from penstock.ir import Graph, bytes_text, counted
-from penstock.views.base import RichView, Staged, short_name
+from penstock.views.base import Staged, short_name
 from penstock.views.condense import CondensedGraph, NodeGroup
-from penstock.views.table import TextTable
+from penstock.views.table import TableView, TextTable
 
 Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Cuts(RichView[Staged]):
+class Cuts(TableView[Staged]):
     """Markdown tables; `backward` is the gradient of the value, or `none` if it needs no gradient."""
 
     name = "cuts"
     record = Graph
 
-    def __call__(self, subject: Staged) -> str:
+    def content(self, subject: Staged) -> tuple[Sequence[str], Iterable[TextTable]]:
         condensed = CondensedGraph.of(subject, 2)
-        return "\n\n".join([_heading(condensed), *(table.markdown() for table in _tables(condensed))])
-
-    def renderable(self, subject: Staged) -> Group:
-        condensed = CondensedGraph.of(subject, 2)
-        return Group(Text(_heading(condensed)), *(table.rich() for table in _tables(condensed)))
+        return [_heading(condensed)], _tables(condensed)
 
 
 def _heading(condensed: CondensedGraph) -> str:

@@ -5,16 +5,16 @@ parts are one line; `collapse=0` lists every node. On a terminal, parts that dep
 are separated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
 from rich.text import Text
 
 from penstock.ir import Graph, Value, count_text, counted
-from penstock.views.base import RichView, Staged, short_name
+from penstock.views.base import Staged, short_name
 from penstock.views.condense import CondensedGraph, check_collapse, values_text
-from penstock.views.table import TextTable
+from penstock.views.table import TableView, TextTable
 
 MAX_READS = 2
 """names of values in a line of the condensed table"""
@@ -23,7 +23,7 @@ MAX_VALUES = 8
 
 
 @dataclass(frozen=True)
-class Outline(RichView[Staged]):
+class Outline(TableView[Staged]):
     """A Markdown table under lines about the whole model, its inputs and its outputs."""
 
     collapse: int = 4
@@ -34,20 +34,17 @@ class Outline(RichView[Staged]):
     def __post_init__(self) -> None:
         check_collapse(self.collapse)
 
-    def __call__(self, subject: Staged) -> str:
-        condensed = CondensedGraph.of(subject, self.collapse)
-        return "\n".join([*_heading(condensed), "", self._table(condensed).markdown()])
-
     def renderable(self, subject: Staged) -> Group:
-        condensed = CondensedGraph.of(subject, self.collapse)
-        table, parts = self._table(condensed).rich(), condensed.parts
-        for row, part, following in zip(table.rows, parts, (*parts[1:], None), strict=True):
+        lines, (table,) = self.content(subject)
+        drawn, parts = table.rich(), CondensedGraph.of(subject, self.collapse).parts
+        for row, part, following in zip(drawn.rows, parts, (*parts[1:], None), strict=True):
             row.style = "dim" if part.from_inputs else ""
             row.end_section = following is not None and following.stage > part.stage and not following.from_inputs
-        return Group(*map(Text, _heading(condensed)), table)
+        return Group(*map(Text, lines), drawn)
 
-    def _table(self, condensed: CondensedGraph) -> TextTable:
-        """A row per part; stages have a column if there are several."""
+    def content(self, subject: Staged) -> tuple[Sequence[str], Iterable[TextTable]]:
+        """Lines about the model, and a table with a row per part; stages have a column if there are several."""
+        condensed = CondensedGraph.of(subject, self.collapse)
         num_stages = condensed.partition.num_stages
         header = ("node", "class", "reads", "makes", "parameters", *(("stage",) if num_stages > 1 else ()))
         rows = []
@@ -60,7 +57,7 @@ class Outline(RichView[Staged]):
                 stages = condensed.stages_of(part)
                 row.append("all" if len(stages) == num_stages else ", ".join(map(str, stages)))
             rows.append(tuple(row))
-        return TextTable(header, tuple(rows), names=4)
+        return _heading(condensed), [TextTable(header, tuple(rows), names=4)]
 
     def _reads(self, condensed: CondensedGraph, place: int) -> str:
         """The values by name; in a condensed table those computed from inputs are counted only."""

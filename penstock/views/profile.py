@@ -5,19 +5,16 @@ Choose it to see where a model spends time and memory before it is cut. Times ar
 `peak` is the most while the node runs, `size` parameters and buffers, `in` and `out` the tensors it reads and makes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-
-from rich.console import Group
-from rich.text import Text
 
 from penstock.errors import ViewError
 from penstock.ir import PASS_NAMES, NodeCost, counted, percent_text, seconds_text
 from penstock.ir import Profile as Costs
-from penstock.views.base import RichView, short_name
+from penstock.views.base import short_name
 from penstock.views.condense import DOTS, check_collapse
-from penstock.views.table import TextTable
+from penstock.views.table import TableView, TextTable
 
 Row = tuple[str, ...]
 _HEADER = (
@@ -28,7 +25,7 @@ _UNITS = ("", "ms", "ms", "ms", "ms", "", "MB", "MB", "MB", "MB", "MB", "MB")
 
 
 @dataclass(frozen=True)
-class Profile(RichView[Costs]):
+class Profile(TableView[Costs]):
     """A Markdown table under two lines about the whole; the last line is the sum, and the maximum of the peaks."""
 
     collapse: int = 4
@@ -39,14 +36,9 @@ class Profile(RichView[Costs]):
     def __post_init__(self) -> None:
         check_collapse(self.collapse)
 
-    def __call__(self, profile: Costs) -> str:
-        return "\n".join([*_heading(profile), "", self._table(profile).markdown()])
-
-    def renderable(self, profile: Costs) -> Group:
-        return Group(*map(Text, _heading(profile)), self._table(profile).rich())
-
-    def _table(self, profile: Costs) -> TextTable:
-        """A row per node, or per run of nodes with equal costs, and one for all."""
+    def content(self, profile: Costs) -> tuple[Sequence[str], Iterable[TextTable]]:
+        """Two lines, and a table with a row per node, or per run of nodes with equal costs, and one for all."""
+        heading = _heading(profile)
         lines: list[tuple[str, NodeCost]] = []
         for _, group in groupby(profile.costs, lambda c: (*_seconds(c), c.memory)):
             costs = list(group)
@@ -64,7 +56,7 @@ class Profile(RichView[Costs]):
         sizes = (sum(kept), sum(waiting), max(peaks, default=0), sum(size))
         rows.append((*_row("all", seconds, 1.0, sizes), "", ""))
         header = tuple(f"{word} {unit}".rstrip() for word, unit in zip(_HEADER, _UNITS, strict=True))
-        return TextTable(header, tuple(rows))
+        return heading, [TextTable(header, tuple(rows))]
 
 
 def _heading(profile: Costs) -> list[str]:

@@ -3,17 +3,19 @@
 Choose it to compare schedules or plans at a glance. The plain text is a Markdown table; on a terminal rich draws it.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from rich import box
+from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from penstock.ir import Idle, Kind, Trace, bytes_text, number_text, percent_text, seconds_text
-from penstock.views.base import RichView, Traces, traces_by_name
+from penstock.views.base import RichView, Subject, Traces, traces_by_name
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,22 @@ class TextTable:
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
+
+
+class TableView(RichView[Subject]):
+    """A view that is lines of text above tables: as plain text in Markdown, on a console drawn by rich."""
+
+    @abstractmethod
+    def content(self, subject: Subject, /) -> tuple[Sequence[str], Iterable[TextTable]]:
+        """The lines, and the tables below them."""
+
+    def __call__(self, subject: Subject) -> str:
+        lines, tables = self.content(subject)
+        return "\n\n".join([*(["\n".join(lines)] if lines else []), *(table.markdown() for table in tables)])
+
+    def renderable(self, subject: Subject) -> Group:
+        lines, tables = self.content(subject)
+        return Group(*map(Text, lines), *(table.rich() for table in tables))
 
 
 class Summary(NamedTuple):
@@ -97,7 +115,7 @@ def in_flight(trace: Trace) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Table(RichView[Traces]):
+class Table(TableView[Traces]):
     """A line per trace: makespan, idle time and its causes, memory and messages.
 
     `in flight` is the most microbatches held by a rank, `peak` the most bytes. The four causes add up to the bubble:
@@ -107,18 +125,12 @@ class Table(RichView[Traces]):
     name = "table"
     record = Trace
 
-    def __call__(self, traces: Traces) -> str:
-        return self._table(traces).markdown()
-
-    def renderable(self, traces: Traces) -> RichTable:
-        return self._table(traces).rich()
-
-    def _table(self, traces: Traces) -> TextTable:
+    def content(self, traces: Traces) -> tuple[Sequence[str], Iterable[TextTable]]:
         metrics = {name: summary(trace) for name, trace in traces_by_name(traces).items()}
         has_bytes = any(each.peak_bytes for each in metrics.values())
         columns = {name: text for name, text in _COLUMNS.items() if has_bytes or name != "peak"}
         rows = tuple((name, *(text(each) for text in columns.values())) for name, each in metrics.items())
-        return TextTable(("trace", *columns), rows)
+        return (), [TextTable(("trace", *columns), rows)]
 
 
 _COLUMNS: dict[str, Callable[[Summary], str]] = {
