@@ -35,29 +35,23 @@ def is_finite(value: object) -> bool:
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of a size such as 1024, `"24GiB"` or `"1.5 MB"`."""
+    shown = f"{size!r:.40}" if isinstance(size, str) else repr(size)
+    hint = 'a whole number such as 1073741824, or "24GiB"'
+    refusal = CostError("not a size in bytes", size=shown, hint=hint)
     amount: Decimal | int
     if (number := as_int(size)) is not None:
         amount, unit = number, 1
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]{0,3})\s*", size) if isinstance(size, str) else None
         if not match or match[2].upper() not in _UNITS:
-            raise _not_a_size(size)
+            raise refusal
         amount, unit = Decimal(match[1]), _UNITS[match[2].upper()]
     # The amount alone is compared first: the product of a very long number could overflow Decimal.
     if amount > MAX_SIZE or amount * unit > MAX_SIZE:
-        raise CostError("size out of range", size=_shorten(size), limit=MAX_SIZE)
+        raise CostError("size out of range", size=shown, limit=MAX_SIZE)
     if amount * unit < 1:
-        raise _not_a_size(size)
+        raise refusal
     return int(amount * unit)
-
-
-def _not_a_size(size: object) -> CostError:
-    hint = 'a whole number such as 1073741824, or "24GiB"'
-    return CostError("not a size in bytes", size=_shorten(size), hint=hint)
-
-
-def _shorten(size: object) -> str:
-    return f"{size!r:.40}" if isinstance(size, str) else repr(size)
 
 
 def find_named(

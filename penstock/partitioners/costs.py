@@ -68,12 +68,12 @@ class CostRates:
             problem.limit_of[ranks],
         )
 
-    @property
+    @cached_property
     def has_messages(self) -> bool:
         """Whether messages take time."""
         return bool(self.message_seconds(self.links, np.ones(1)).any())
 
-    @property
+    @cached_property
     def has_limits(self) -> bool:
         """Whether memory is limited."""
         return bool(np.isfinite(self.limit).any())

@@ -77,21 +77,10 @@ class RunTable:
         limit[self.ranks] = self.rates.limit
         return limit
 
-    # Both are read in inner loops, and CostRates computes them on every access.
-    @cached_property
-    def has_messages(self) -> bool:
-        """Whether messages take time."""
-        return self.rates.has_messages
-
-    @cached_property
-    def has_limits(self) -> bool:
-        """Whether memory is limited."""
-        return self.rates.has_limits
-
     @cached_property
     def is_additive(self) -> bool:
         """Whether a run costs the sum of its atoms, so that the table of all runs is not needed."""
-        return not (self.has_messages or self.has_limits or len(self.runs.seconds.shared))
+        return not (self.rates.has_messages or self.rates.has_limits or len(self.runs.seconds.shared))
 
     @cached_property
     def chains(self) -> tuple[Ints, Ints]:
@@ -107,12 +96,12 @@ class RunTable:
             return (rates.slowness[stages] * (added[ends] - added[starts]))[None]
         costs = self.costs
         rows = [rates.slowness[stages] * costs.seconds[starts, ends]]
-        if self.has_messages:
+        if self.rates.has_messages:
             sizes = (costs.received, costs.grads_sent, costs.sent, costs.grads_received)[: 2 if rates.overlaps else 4]
             for way, size in enumerate(sizes):
                 rows.append(rates.message_seconds(rates.links[stages, way], size[starts, ends]))
             rows = rows if rates.overlaps else [np.sum(rows, axis=0)]
-        if self.has_limits:
+        if self.rates.has_limits:
             rows.append(costs.state[starts, ends] + rates.in_flight[stages] * costs.kept[starts, ends])
         return np.stack(rows)
 
@@ -122,12 +111,12 @@ class RunTable:
 
     def loads(self, totals: Floats) -> Floats:
         """Returns the load of every rank; ranks are along the last axis, charges along the one before."""
-        load: Floats = totals[..., : -1 if self.has_limits else None, :].max(axis=-2)
+        load: Floats = totals[..., : -1 if self.rates.has_limits else None, :].max(axis=-2)
         return load
 
     def excess(self, totals: Floats) -> Floats:
         """Returns the bytes by which every rank exceeds its limit."""
-        if not self.has_limits:
+        if not self.rates.has_limits:
             return np.zeros((*totals.shape[:-2], totals.shape[-1]))
         return np.maximum(totals[..., -1, :] - self.limit, 0)
 
@@ -186,7 +175,7 @@ def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
         if table.key(bounds).excess == 0 and loads.max() <= loads.mean() * (1 + _BALANCED):
             break
         bounds = min(bounds, balance(table, start), key=table.key)
-    if table.has_messages or table.has_limits:
+    if table.rates.has_messages or table.rates.has_limits:
         return bounds, 0.0
     return _bisect_limits(placement, table, bounds)
 
@@ -346,7 +335,7 @@ class _BranchAndBound:
         rank = table.ranks[stage]
         with_run = totals[:, rank, None] + charges
         fits = table.loads(with_run) < self.best
-        if table.has_limits:
+        if table.rates.has_limits:
             fits &= with_run[-1] <= table.limit[rank]
         self.budget -= 1 + int(fits.sum())
         for at in np.flatnonzero(fits)[::-1].tolist():
