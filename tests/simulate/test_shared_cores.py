@@ -7,7 +7,7 @@ import penstock
 from penstock.ir import Cluster
 from penstock.schedules import SCHEDULES
 from penstock.simulate import simulation
-from penstock.simulate.shared_cores import Message, PassTimes, run_on_shared_cores
+from penstock.simulate.shared_cores import Message, run_on_shared_cores
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -48,11 +48,13 @@ def test_orders_that_block_are_identified() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_core_for_every_rank_is_the_same_as_no_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared(passes: simulation._Passes, messages: simulation._Messages) -> PassTimes | None:
-        return simulation._run_on_shared_cores(passes, messages, RANKS)
+    class OnSharedCores(simulation._FixedOrder):
+        def __init__(self, program: penstock.Program, costs: penstock.StageCosts, cluster: Cluster) -> None:
+            super().__init__(program, costs, cluster)
+            self._cores = RANKS
 
     expected = trace(name, None)
-    monkeypatch.setattr(simulation, "_walk", shared)
+    monkeypatch.setattr(simulation, "_FixedOrder", OnSharedCores)
     found = trace(name, None)
     assert found.starts.values == pytest.approx(expected.starts.values, abs=1e-9)
     assert found.ends.values == pytest.approx(expected.ends.values, abs=1e-9)
