@@ -155,8 +155,9 @@ def first_microbatches(codes: Codes, num_microbatches: int) -> Codes:
     has_backward = is_pair & (peer_microbatch_of(codes) < num_microbatches)
     forwards = pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
     backwards = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
-    halved: Codes = np.where(is_pair & ~has_forward, backwards, np.where(is_pair & ~has_backward, forwards, codes))
-    return halved[has_forward | has_backward]
+    halved = np.where(is_pair & ~has_forward, backwards, np.where(is_pair & ~has_backward, forwards, codes))
+    kept: Codes = halved[has_forward | has_backward]
+    return kept
 
 
 class Passes(NamedTuple):
