@@ -65,18 +65,11 @@ class LocalSlot:
         self._tensors = ()
 
 
-class IncomingValues(NamedTuple):
-    """Values that a pass takes from another stage."""
+class SlotValues(NamedTuple):
+    """Values that a pass takes from another stage or gives to one, and the slot in which they travel."""
 
     names: tuple[str, ...]
-    slot: RecvSlot | LocalSlot
-
-
-class OutgoingValues(NamedTuple):
-    """Values that a pass gives to another stage."""
-
-    names: tuple[str, ...]
-    slot: SendSlot | LocalSlot
+    slot: RecvSlot | SendSlot | LocalSlot
 
 
 class StagePass(NamedTuple):
@@ -84,9 +77,9 @@ class StagePass(NamedTuple):
 
     stage: int
     microbatch: int
-    incoming: tuple[IncomingValues, ...]
+    incoming: tuple[SlotValues, ...]
     """for a backward in the order in which gradients are added up"""
-    outgoing: tuple[OutgoingValues, ...]
+    outgoing: tuple[SlotValues, ...]
     splits_backward: bool
     """whether backward computes input gradients only, and weight gradients follow later"""
     received: tuple[str, ...] = ()
@@ -254,13 +247,9 @@ class RankProgram:
     local_slots: tuple[LocalSlot, ...]
 
     @cached_property
-    def runnable(self) -> tuple[tuple[int, tuple[Thunk, ...], bool, Thunk], ...]:
-        """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
-        return tuple(
-            (action.code, action.waits, action.is_reported, action.run)
-            for action in self.actions
-            if action.run is not None
-        )
+    def runnable(self) -> tuple[CompiledAction, ...]:
+        """The actions that do something, for the executor's inner loop."""
+        return tuple(action for action in self.actions if action.run is not None)
 
     @cached_property
     def sent_by(self) -> dict[int, tuple[int, int]]:
@@ -354,7 +343,7 @@ def execute(
                 code = action.code
                 _run_timed(program, action, times, report)
             return
-        for code, waits, is_reported, run in program.runnable:
+        for code, run, waits, _, is_reported in program.runnable:
             for wait in waits:
                 wait()
             if is_reported:
@@ -443,7 +432,11 @@ def _run_timed(
         report(action.code)
     if action.run is not None:
         if is_profiled_or_logged():
-            _run_profiled(program.rank, action)
+            text = str(decode_one(action.code))
+            _LOG.debug("rank %d: %s", program.rank, text)
+            # A range such as PP:2F0, as torch's own pipelining has.
+            with torch.profiler.record_function(f"PP:{text}"):
+                action.run()
         else:
             action.run()
     times.end()
@@ -452,14 +445,6 @@ def _run_timed(
 def is_profiled_or_logged() -> bool:
     """Whether a profiler of torch is active in this thread, or actions are logged."""
     return torch.autograd._profiler_enabled() or _LOG.isEnabledFor(logging.DEBUG)
-
-
-def _run_profiled(rank: int, action: CompiledAction) -> None:
-    """Run an action in a range of the profiler, such as `PP:2F0`, and log it."""
-    text = str(decode_one(action.code))
-    _LOG.debug("rank %d: %s", rank, text)
-    with torch.profiler.record_function(f"PP:{text}"):
-        action.run()
 
 
 @contextmanager

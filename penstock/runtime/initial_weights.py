@@ -12,7 +12,7 @@ from penstock.runtime.agreement import checksum
 from penstock.runtime.gradients import TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import named_tensors, unsaved_buffer_names
-from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sampled, sampled_numbers
+from penstock.runtime.tensor_parallel import NUM_SAMPLED, full_tensor, sample_as_float64, sample_shard
 from penstock.stages import parameter_ranks
 
 _HINT = "use the same seed on every rank before creating the model, or load the same state on every rank"
@@ -45,7 +45,7 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
     unsaved = unsaved_buffer_names(model)
     names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
     tensors = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved and not tensor.is_meta}
-    digests = [checksum({"": sampled(tensors[name])}) if name in tensors else 0 for name in names]
+    digests = [checksum({"": sample_shard(tensors[name])}) if name in tensors else 0 for name in names]
     rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
     for name, column in zip(names, rows, strict=False):
         ranks = [rank for rank, number in enumerate(column) if number]
@@ -55,7 +55,7 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         # All ranks see this difference, and show a few entries.
         entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
         if name in tensors:
-            values = sampled_numbers(tensors[name])[:NUM_SAMPLED]
+            values = sample_as_float64(tensors[name])[:NUM_SAMPLED]
             entries[: len(values)] = values
         first, second = groups.gather(entries)[[ranks[0], other]]
         differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
@@ -76,7 +76,7 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
     if groups.peers is None:
         return
     entries = {
-        name: sampled(parameter)
+        name: sample_shard(parameter)
         for stage in stages
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     }

@@ -31,11 +31,10 @@ from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
-    IncomingValues,
     LocalSlot,
-    OutgoingValues,
     PassRunner,
     RankProgram,
+    SlotValues,
     StagePass,
     Thunk,
 )
@@ -303,27 +302,27 @@ class _RankCompiler:
         stage, microbatch = action.stage, action.microbatch
         incoming = self._messages.incoming[microbatch].get(stage, [])
         outgoing = self._messages.outgoing[microbatch].get(stage, [])
-        sources, targets = [], []
+        taken, given = [], []
         if isinstance(action, Forward):
-            sources = [self._source(c.values, (c.producer, stage, microbatch)) for c in incoming]
-            targets = [self._target(c.values, (stage, c.consumer, microbatch)) for c in outgoing]
+            taken = [(c.values, (c.producer, stage, microbatch)) for c in incoming]
+            given = [(c.values, (stage, c.consumer, microbatch)) for c in outgoing]
         elif not isinstance(action, WeightGrad):
             # From the last consumer to the first: autograd adds gradients in that order in the unsplit model.
             outgoing = sorted(outgoing, key=lambda crossing: -crossing.consumer)
-            sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
-            targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
+            taken = [(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
+            given = [(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
+        sources = [self._slot_values(values, key, self._recvs) for values, key in taken]
+        targets = [self._slot_values(values, key, self._sends) for values, key in given]
         received = tuple(name for names, slot in sources if isinstance(slot, RecvSlot) for name in names)
         splits_backward = (stage, microbatch) in self._split
         return StagePass(stage, microbatch, tuple(sources), tuple(targets), splits_backward, received)
 
-    def _source(self, values: Sequence[Value], key: MessageKey) -> IncomingValues:
-        return IncomingValues(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
-
-    def _target(self, values: Sequence[Value], key: MessageKey) -> OutgoingValues:
-        return OutgoingValues(tuple(value.name for value in values), self._sends.get(key) or self._local(key))
-
-    def _local(self, key: MessageKey) -> LocalSlot:
-        return self._locals.setdefault(key, LocalSlot())
+    def _slot_values(
+        self, values: Sequence[Value], key: MessageKey, slots: Mapping[MessageKey, SendSlot | RecvSlot]
+    ) -> SlotValues:
+        """The values with the slot of their message; within a rank no message is sent."""
+        slot = slots.get(key) or self._locals.setdefault(key, LocalSlot())
+        return SlotValues(tuple(value.name for value in values), slot)
 
 
 def _call_all(calls: Sequence[Thunk]) -> None:

@@ -83,14 +83,14 @@ def distribute_like(value: Tensor, other: Tensor) -> Tensor:
     return value
 
 
-def sampled(tensor: Tensor) -> Tensor:
+def sample_shard(tensor: Tensor) -> Tensor:
     """Some entries of a tensor or shard. A few are enough: weights of another seed differ everywhere."""
     return sample(local_shard(tensor.detach()), NUM_SAMPLED)
 
 
-def sampled_numbers(tensor: Tensor) -> Tensor:
-    """The entries that `sampled` selects as one row of float64 on the host; the parts of complex ones."""
-    return as_real(sampled(tensor)).flatten().to("cpu", torch.float64)
+def sample_as_float64(tensor: Tensor) -> Tensor:
+    """The entries that `sample_shard` selects as one row of float64 on the host; the parts of complex ones."""
+    return as_real(sample_shard(tensor)).flatten().to("cpu", torch.float64)
 
 
 class PartialGradients:
@@ -269,7 +269,7 @@ class ReplicatedGradients:
         if not self._parameters:
             return None
         gradients = [
-            torch.zeros_like(sampled_numbers(p)) if p.grad is None else sampled_numbers(p.grad)
+            torch.zeros_like(sample_as_float64(p)) if p.grad is None else sample_as_float64(p.grad)
             for p in self._parameters.values()
         ]
         first = self._groups.pipeline - self._groups.tensor_rank
@@ -295,7 +295,7 @@ def _gather_hashes(
     if len(set(map(tuple, groups.gather_peers(names).tolist()))) > 1:
         problem = "parallelize_fn must leave parameters of the same names on all ranks that have the same stage"
         return torch.empty(0), RunError(problem, parameters=len(named), hint=_DTENSOR_HINT)
-    hashes = [(_shard_hash(parameter), checksum({"": sampled(parameter)})) for _, parameter in named]
+    hashes = [(_shard_hash(parameter), checksum({"": sample_shard(parameter)})) for _, parameter in named]
     rows = groups.gather_peers(torch.tensor(hashes, dtype=torch.int64).reshape(len(named), 2))
     for index, (name, parameter) in enumerate(named):
         values: dict[int, set[int]] = {}

@@ -36,11 +36,9 @@ class DescribedTransport(WorkTransport):
         """by rank, receives whose content was not posted yet, in the order in which the rank sends"""
 
     def send_slot(self, route: Route) -> SendSlot:
-        """The sending end of a message."""
         return _SendSlot(route, self)
 
     def recv_slot(self, route: Route) -> RecvSlot:
-        """The receiving end of a message."""
         return _RecvSlot(route, self)
 
     def clear(self) -> None:

@@ -69,12 +69,10 @@ class DistributedTransport(WorkTransport):
         self._is_used = False
 
     def send_slot(self, route: Route) -> SendSlot:
-        """The sending end of a message."""
         self._is_used = True
         return _SendSlot(route, self)
 
     def recv_slot(self, route: Route) -> RecvSlot:
-        """The receiving end of a message."""
         self._is_used = True
         return _RecvSlot(route, self)
 

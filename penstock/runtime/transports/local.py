@@ -23,11 +23,9 @@ class LocalTransport(Transport):
         return self.messages.setdefault((source, target, 0 if self._is_stream else microbatch), deque())
 
     def send_slot(self, route: Route) -> SendSlot:
-        """The sending end of a message."""
         return _SendSlot(route, self)
 
     def recv_slot(self, route: Route) -> RecvSlot:
-        """The receiving end of a message."""
         return _RecvSlot(route, self)
 
     def clear(self) -> None:

@@ -58,12 +58,10 @@ class SharedMemoryTransport(Transport):
         self._receivers = {rank: _RingReceiver(link, monitor, spins) for rank, link in links.items()}
 
     def send_slot(self, route: Route) -> SendSlot:
-        """The sending end of a message."""
         sender = self._senders.get(route.peer)
         return self._remote.send_slot(route) if sender is None else _SendSlot(route, sender, self.monitor)
 
     def recv_slot(self, route: Route) -> RecvSlot:
-        """The receiving end of a message."""
         receiver = self._receivers.get(route.peer)
         return self._remote.recv_slot(route) if receiver is None else _RecvSlot(route, receiver)
 
@@ -239,15 +237,11 @@ class _RingReceiver:
     """The messages from one rank."""
 
     def __init__(self, link: Link, monitor: RankMonitor, spins: int) -> None:
-        self._link, self._monitor, self._spins = link, monitor, spins
+        self._link, self.monitor, self._spins = link, monitor, spins
         self._ring: Ring | None = None
         self.posted: deque[_RecvSlot] = deque()
         """receives in the order in which the other rank sends"""
-        self._layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
-
-    def layout(self, route: Route) -> Layout:
-        """The layout of the messages of a route."""
-        return _layout(self._layouts, route)
+        self.layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
 
     def receive(self) -> None:
         """Wait for the next message and give it to the receive that was posted first."""
@@ -304,24 +298,16 @@ class _RingReceiver:
                 tag, size = ring.header() or self._wait(route, ring)
                 if tag != MOVED:
                     return ring, tag, size
-            self._monitor.waiting(route.code, route.peer)
-            self._ring = await_ring(self._link, self._monitor)
+            self.monitor.waiting(route.code, route.peer)
+            self._ring = await_ring(self._link, self.monitor)
 
     def _wait(self, route: Route, ring: Ring) -> tuple[int, int]:
         """Wait until the ring has a message, and return its header."""
         for _ in range(self._spins):
             if header := ring.header():
                 return header
-        self._monitor.waiting(route.code, route.peer)
-        return await_message(ring, self._link, self._monitor)
-
-    def error(self, route: Route, error: RuntimeError) -> RunError:
-        """The error to raise when waiting for a message failed."""
-        return self._monitor.message_error(route.code, route.peer, error)
-
-    def clear(self) -> None:
-        """Drop the receives that were posted."""
-        self.posted.clear()
+        self.monitor.waiting(route.code, route.peer)
+        return await_message(ring, self._link, self.monitor)
 
 
 class _SendSlot(SendSlot):
@@ -364,7 +350,7 @@ class _RecvSlot(RecvSlot):
 
     def __init__(self, route: Route, receiver: _RingReceiver) -> None:
         super().__init__(route)
-        self._receiver, self.layout = receiver, receiver.layout(route)
+        self._receiver, self.layout = receiver, _layout(receiver.layouts, route)
 
     def post(self) -> None:
         self._receiver.posted.append(self)
@@ -374,11 +360,11 @@ class _RecvSlot(RecvSlot):
             try:
                 self._receiver.receive()
             except RuntimeError as error:
-                raise self._receiver.error(self.route, error) from error
+                raise self._receiver.monitor.message_error(self.route.code, self.route.peer, error) from error
 
     def clear(self) -> None:
         super().clear()
-        self._receiver.clear()
+        self._receiver.posted.clear()
 
 
 def _layout(layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout], route: Route) -> Layout:
