@@ -48,16 +48,13 @@ def write_stages(captured: Captured, partition: Partition, placement: Placement,
     optional = [each for each in (support.with_attributes, support.with_arguments) if each.__name__ in written]
     definitions: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, *optional]
     standard, others = ["import inspect"], ["from torch import Tensor, nn", *names.import_lines]
+    constants = {f"constant{n}": contiguous_entries(tensor).cpu() for n, tensor in enumerate(expressions.constants)}
+    content, constants_path = save(constants), path.with_name(f"{path.stem}_constants.safetensors")
     load_constants = []
-    if expressions.constants:
-        content = save(
-            {f"constant{n}": contiguous_entries(tensor).cpu() for n, tensor in enumerate(expressions.constants)}
-        )
-        file = path.with_name(f"{path.stem}_constants.safetensors")
+    if constants:
         # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
-        write_atomic(file, content)
         digest = hashlib.sha256(content).hexdigest()
-        load_constants = [statement_lines(f"CONSTANTS = constants({file.name!r}, {digest!r})")]
+        load_constants = [statement_lines(f"CONSTANTS = constants({constants_path.name!r}, {digest!r})")]
         definitions.append(support.constants)
         standard = ["import hashlib", *standard, "from pathlib import Path"]
         others.append("from safetensors.torch import load")
@@ -79,8 +76,10 @@ def write_stages(captured: Captured, partition: Partition, placement: Placement,
         *statement_lines(f"STAGES = {tuple_of(stage.name for stage in stages)}"),
     ]
     copied = [inspect.getsource(definition).rstrip().split("\n") for definition in definitions]
-    blocks_of_lines = (head, *copied, *load_constants, *classes, settings, run)
-    write_atomic(path, "\n\n\n".join("\n".join(lines) for lines in blocks_of_lines) + "\n")
+    sections = (head, *copied, *load_constants, *classes, settings, run)
+    if constants:
+        write_atomic(constants_path, content)
+    write_atomic(path, "\n\n\n".join("\n".join(lines) for lines in sections) + "\n")
     return path
 
 

@@ -178,41 +178,40 @@ class Expressions:
             arguments.append(_keyword_arguments(kwargs.keys, [self.expression(item, where) for item in kwargs.items]))
         return f"{function}({', '.join(arguments)})"
 
-    def function_call(self, function: Any, args: Any, kwargs: Any, where: str) -> tuple[str, bool]:
-        """A call of a function, with operators where a reader expects them; and whether it is a statement.
+    def function_call(self, function: Any, args: Any, kwargs: Any, where: str) -> str:
+        """A call of a function, with operators where a reader expects them.
 
-        A statement, such as `x[0] = y`, leaves its result in its first operand.
+        It may be a statement, such as `x[0] = y`, which leaves its result in its first operand.
         """
         name = tensor_attribute(function)
         if name is None or not args.items or not self._is_tensor(args.items[0]):
-            return self.call(self.imported(function, where), args.items, kwargs, where), False
-        if not kwargs.items and (special := self._operator(name, args.items, where)) is not None:
+            return self.call(self.imported(function, where), args.items, kwargs, where)
+        if not kwargs.items and (special := self._operator(name, args.items, where)):
             return special
-        return self.call(f"{self.expression(args.items[0], where)}.{name}", args.items[1:], kwargs, where), False
+        return self.call(f"{self.expression(args.items[0], where)}.{name}", args.items[1:], kwargs, where)
 
-    def _operator(self, name: str, operands: tuple[Tree, ...], where: str) -> tuple[str, bool] | None:
-        """An operator, index or attribute, and whether it is a statement; None for an ordinary method."""
+    def _operator(self, name: str, operands: tuple[Tree, ...], where: str) -> str:
+        """An operator, index or attribute; "" for an ordinary method."""
         first, *rest = [self.expression(operand, where) for operand in operands]
         attribute_name, _, accessor = name.partition(".")
         if accessor:
-            is_set = accessor == "__set__"
-            return f"{first}.{attribute_name}{f' = {rest[0]}' if is_set else ''}", is_set
+            return f"{first}.{attribute_name}" + (f" = {rest[0]}" if accessor == "__set__" else "")
         if name in ("__getitem__", "__setitem__"):
-            is_set = name == "__setitem__"
-            return f"{first}[{self._index(operands[1], where)}]{f' = {rest[1]}' if is_set else ''}", is_set
+            item = f"{first}[{self._index(operands[1], where)}]"
+            return f"{item} = {rest[1]}" if name == "__setitem__" else item
         if not rest:
-            if name in _CONVERSIONS:
-                return f"{_CONVERSIONS[name]}({first})", False
-            return (f"{_UNARY[name]}({first})", False) if name in _UNARY else None
+            form = _CONVERSIONS.get(name) or _UNARY.get(name)
+            return f"{form}({first})" if form else ""
         is_number = isinstance(operands[1], bool | int | float)
         if len(rest) > 1 or not (is_number or self._is_tensor(operands[1])):
-            return None
+            return ""
         if name in _IN_PLACE:
-            return (f"{first} {_OPERATORS[name[:-1]]}= {rest[0]}", True) if isinstance(operands[0], Ref) else None
+            return f"{first} {_OPERATORS[name[:-1]]}= {rest[0]}" if isinstance(operands[0], Ref) else ""
         if name in _REFLECTED:
-            return (f"({rest[0]}) {_OPERATORS[name[3:-2]]} ({first})", False) if is_number else None
-        operator = _OPERATORS.get(name.strip("_")) if not name.endswith("_") or name.startswith("__") else None
-        return (f"({first}) {operator} ({rest[0]})", False) if operator else None
+            return f"({rest[0]}) {_OPERATORS[name[3:-2]]} ({first})" if is_number else ""
+        is_written = name.endswith("_") and not name.startswith("__")
+        operator = None if is_written else _OPERATORS.get(name.strip("_"))
+        return f"({first}) {operator} ({rest[0]})" if operator else ""
 
     def _index(self, tree: Tree, where: str) -> str:
         """An index; slices in it are written with colons."""

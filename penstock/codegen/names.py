@@ -33,7 +33,7 @@ def is_identifier(name: str) -> bool:
 
 def is_index(word: str) -> bool:
     """Whether a part of a dotted name is the index of a list of modules."""
-    return word.isascii() and word.isdecimal() and str(int(word)) == word
+    return word.isascii() and word.isdecimal() and (word == "0" or not word.startswith("0"))
 
 
 def is_plain_path(path: str) -> bool:

@@ -1,5 +1,6 @@
 """The calls and guards of one stage as Python statements, with comments on shapes and modules."""
 
+import ast
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class StatementWriter:
     def _guard(self, guard: Guard) -> str:
         """A Python value that the model read from a tensor and that must be the same again."""
         live, where = self.expressions.recording.live, f"{guard.scope or 'the model'}, {guard.name}"
-        found, _ = self.expressions.function_call(live[guard.target], guard.args, guard.kwargs, where)
+        found = self.expressions.function_call(live[guard.target], guard.args, guard.kwargs, where)
         expected = live[guard.expected].value
         if isinstance(expected, np.ndarray):
             if expected.size > _MAX_NUMBERS:
@@ -133,7 +134,7 @@ class StatementWriter:
 
     def _call_and_unpack(self, step: Call) -> Iterator[str]:
         expressions, recording, where = self.expressions, self.expressions.recording, step.name
-        args, kwargs, is_statement = step.args, step.kwargs, False
+        args, kwargs = step.args, step.kwargs
         if step.changes_arguments:
             # The code reads the arguments after the call, as part of the result.
             target = State(step.target) if step.is_module else ObjectRef(step.target)
@@ -142,8 +143,8 @@ class StatementWriter:
         elif step.is_module:
             code = expressions.call(expressions.part(step.target), args.items, kwargs, where)
         else:
-            code, is_statement = expressions.function_call(recording.live[step.target], args, kwargs, where)
-        if is_statement:
+            code = expressions.function_call(recording.live[step.target], args, kwargs, where)
+        if not isinstance(ast.parse(code).body[0], ast.Expr):
             yield code
         elif step.results.structure == TENSOR:
             variable = expressions.variables.get(step.results.values[0])
