@@ -86,9 +86,9 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def from_real(tensor: Tensor) -> Tensor:
-    """The complex tensor that `as_real` turned into this one, in the same memory."""
-    return torch.view_as_complex(tensor)
+def from_real(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of this dtype that `as_real` turned into this one, in the same memory."""
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor
 
 
 NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool))

@@ -99,7 +99,7 @@ class TensorFile:
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows."""
         tensor = self._opened.get_tensor(name) if rows is None else self._opened.get_slice(name)[rows]
-        return from_real(tensor) if name in self._complex_names else tensor
+        return from_real(tensor, torch.complex128) if name in self._complex_names else tensor
 
 
 def write_bytes(path: Path, parts: Iterable[bytes | Tensor], rank: int = 0) -> FileRecord:

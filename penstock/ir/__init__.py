@@ -69,7 +69,7 @@ from penstock.ir.containers import (
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, find_device, find_link, node_cluster
-from penstock.ir.dtypes import ITEM_BYTES, is_floating_point, is_integer
+from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import (
     ADDED_LOSS,
     Edge,

@@ -9,6 +9,10 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 """bytes of one element"""
+FLOATING_POINT = frozenset(name for name in ITEM_BYTES if name.startswith(("float", "bfloat")))
+"""rounded real numbers, as torch's `is_floating_point`; not complex numbers"""
+INTEGERS = frozenset(name for name in ITEM_BYTES if name.startswith(("int", "uint")))
+"""neither bool nor quantized numbers"""
 TOLERANCES = {
     **dict.fromkeys(("float64", "complex128"), 1e-12),
     **dict.fromkeys(("float32", "complex64"), 1e-5),
@@ -16,13 +20,3 @@ TOLERANCES = {
     "bfloat16": 5e-2,
 }
 """how far apart the results of two runs of a model may be, relative to the largest entry; 0 for other dtypes"""
-
-
-def is_floating_point(name: str) -> bool:
-    """Whether its entries are rounded real numbers, as torch's `is_floating_point`; not for complex numbers."""
-    return name.startswith(("float", "bfloat"))
-
-
-def is_integer(name: str) -> bool:
-    """Whether its entries are integers, as token ids and labels are; not for bool, nor for quantized numbers."""
-    return name.startswith(("int", "uint"))

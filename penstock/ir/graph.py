@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import GraphError
-from penstock.ir.dtypes import ITEM_BYTES
+from penstock.ir.dtypes import FLOATING_POINT, INTEGERS, ITEM_BYTES
 
 ADDED_LOSS = "added_loss"
 """kind of the node by which a model adds a term to its loss"""
@@ -37,6 +37,16 @@ class TensorSpec:
     def bytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether the entries are rounded real numbers; not for complex numbers."""
+        return self.dtype in FLOATING_POINT
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the entries are integers, as token ids and labels are; not for bool, nor for quantized numbers."""
+        return self.dtype in INTEGERS
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

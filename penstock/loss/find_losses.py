@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.capture import Recording
 from penstock.errors import NoLossError
-from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level, is_floating_point
+from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level
 
 SINGLE = ""
 """the name of a single loss, which has none of its own"""
@@ -37,7 +37,7 @@ def loss_values(recording: Recording) -> dict[str, str]:
 
     def spec_of(tree: Tree) -> Spec | None:
         spec = recording.graph.spec(tree.value) if isinstance(tree, Ref) else None
-        return spec and (spec.shape, is_floating_point(spec.dtype))
+        return spec and (spec.shape, spec.is_floating_point)
 
     return {name: tree.value for name, tree in _find_losses(recording.record.outputs, parts_of, spec_of).items()}
 

@@ -26,7 +26,6 @@ from penstock.ir import (
     Profile,
     StageCosts,
     Trace,
-    is_integer,
     pass_seconds,
     seconds_text,
     stage_of,
@@ -296,7 +295,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
         made = max((math.prod(value.spec.shape) for value in node.makes), default=0)
         # Input-only nodes run wherever they are read, and cost little. A node that reads integers looks up rows of its
         # matrix.
-        if node.from_inputs or any(is_integer(plan.graph.spec(name).dtype) for name in node.reads):
+        if node.from_inputs or any(plan.graph.spec(name).is_integer for name in node.reads):
             return 0.0 if node.from_inputs else float(made)
         matrices = (shapes[name] for name in node.parameters if len(shapes.get(name, ())) > 1)
         return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))

@@ -16,7 +16,6 @@ from penstock.ir import (
     NodeCost,
     TensorSpec,
     Value,
-    is_floating_point,
 )
 from penstock.planner.candidates import Measured
 
@@ -111,7 +110,7 @@ def _with_split_values(node: Node, degree: int) -> Node:
 def _gathered_bytes(graph: Graph, node: Node) -> int:
     """Bytes of the activations that a node gathers or scatters: those it reads or those it makes, if they are fewer."""
     made = sum(value.spec.bytes for value in node.makes)
-    read = sum(spec.bytes for spec in map(graph.spec, node.reads) if is_floating_point(spec.dtype))
+    read = sum(spec.bytes for spec in map(graph.spec, node.reads) if spec.is_floating_point)
     return min(made, read) if read else made
 
 

@@ -28,7 +28,7 @@ class TensorCodec:
     """
 
     __slots__ = (
-        *("_dtype", "_inverse", "_is_complex", "_order", "_requires_grad", "_sent_shape", "_shape"),
+        *("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape"),
         *("is_empty", "is_optional", "num_bytes", "value"),
     )
 
@@ -39,7 +39,6 @@ class TensorCodec:
         self.is_empty = math.prod(spec.shape) == 0
         self._requires_grad = spec.requires_grad and not is_gradient
         self._shape, self._dtype = torch.Size(spec.shape), dtype_named(spec.dtype)
-        self._is_complex = self._dtype.is_complex
         self.num_bytes = math.prod(spec.shape) * self._dtype.itemsize
         self._order = spec.order or None
         self._sent_shape = [spec.shape[dim] for dim in self._order] if self._order else spec.shape
@@ -74,7 +73,7 @@ class TensorCodec:
             tensor = tensor.detach()
         if self._order:
             tensor = tensor.permute(self._order)
-        return as_real(tensor) if self._is_complex else tensor
+        return as_real(tensor)
 
     def buffer(self, device: torch.device, is_pinned: bool = False) -> Tensor:
         """Memory to receive into: on the device, or pinned memory of the host."""
@@ -82,16 +81,16 @@ class TensorCodec:
             buffer = host_buffer(self._sent_shape, self._dtype)
         else:
             buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
-        return as_real(buffer) if self._is_complex else buffer
+        return as_real(buffer)
 
     def view(self, memory: Tensor) -> Tensor:
         """The beginning of some bytes as a buffer to receive into or to copy to."""
         buffer = memory[: self.num_bytes].view(self._dtype).view(self._sent_shape)
-        return as_real(buffer) if self._is_complex else buffer
+        return as_real(buffer)
 
     def unpack(self, buffer: Tensor) -> Tensor:
         """The value in a received buffer, with the sender's memory layout and requires_grad."""
-        value = from_real(buffer) if self._is_complex else buffer
+        value = from_real(buffer, self._dtype)
         if self._inverse:
             value = value.permute(self._inverse)
         return value.requires_grad_() if self._requires_grad else value
