@@ -3,10 +3,10 @@
 Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape:
 
     batch_size    the number of samples, from the first argument that shows it
-    find_cuts     the cuts of all arguments, for this number of samples
+    CutFinder     the cuts of all arguments, for this number of samples
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
@@ -164,93 +164,93 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 # Cuts
 
 
-def find_cuts(arguments: Sequence[Argument], num_samples: int, split: Split, is_unsplit: bool) -> dict[str, Cut]:
-    """The cuts by name. `is_unsplit`: there is one microbatch, so that ambiguous lists and targets are not refused."""
-    parts = [part for argument in arguments for part in _cut_parts(argument, num_samples, split, is_unsplit)]
-    tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
-    cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in parts if name not in tensors}
-    for name in tensors:
-        _cut_of(name, tensors, num_samples, split, cuts, is_unsplit)
-    return {name: cut for name, _ in parts if (cut := cuts[name]) is not None}
-
-
-def _cut_parts(argument: Argument, num_samples: int, split: Split, is_unsplit: bool) -> Iterator[Argument]:
-    """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
-    name, value = argument
-    if isinstance(value, Tensor):
-        yield argument
-        return
-    rule = _rule(name, split)
-    if rule == "samples":
-        if not argument.is_list or len(value) != num_samples:
-            raise _unfit(name, value, f"a list or tuple of {num_samples} entries")
-        yield argument
-    elif (
-        rule is _NO_RULE
-        and argument.is_list
-        and len(value) == num_samples
-        and _is_per_sample(argument, num_samples, is_unsplit)
-    ):
-        yield argument
-    else:
-        for item in argument.items():
-            yield from _cut_parts(item, num_samples, split, is_unsplit)
-
-
-def _is_per_sample(argument: Argument, num_samples: int, is_unsplit: bool) -> bool:
-    """Whether a list with as many entries as the batch has samples has one entry per sample.
-
-    Raises an error if the list does not show it.
-    """
-    tensors = tensors_in(argument.value)
-    is_batched = [leaf.dim() > 0 and leaf.shape[0] == num_samples for leaf in tensors]
-    # Records are dicts, dataclasses and named tuples.
-    kinds = [parts and parts.kind for parts in map(flatten_one_level, argument.value)]
-    has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
-    if not tensors or (all(is_batched) and not has_records):
-        # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
-        return False
-    if not all(is_batched) and (has_records or is_of_target(argument.name)):
-        # The labels of a detector: a dict of boxes for each sample.
-        return True
-    # Ambiguous: the number of boxes of a sample may happen to equal the number of samples, or only some tensors of the
-    # list are as long as the batch.
-    if is_unsplit:
-        return False
-    raise RunError(
-        "a list or tuple with as many entries as the batch has samples may hold an entry for each sample, or whole "
-        "tensors",
-        argument=argument.name,
-        entries=len(argument.value),
-        batch=num_samples,
-        hint=f'split={{{argument.name!r}: "samples"}}, or {{{argument.name!r}: "items"}} to split each item by its own '
-        "shape",
-    )
-
-
 def is_of_target(name: str) -> bool:
     """Whether an argument or a part of one, by its name, is the target or a part of it."""
     return name.partition(".")[0] == TARGET
 
 
-def _cut_of(
-    name: str,
-    tensors: Mapping[str, Tensor],
-    num_samples: int,
-    split: Split,
-    known: dict[str, Cut | None],
-    is_unsplit: bool,
-) -> Cut | None:
-    """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
-    if name not in known:
-        rule, tensor = _rule(name, split), tensors[name]
-        # A placeholder, so that Ragged sizes that refer to each other are refused instead of recursing without end.
-        known[name] = None
+class CutFinder:
+    """Finds the cuts of one batch."""
+
+    def __init__(self, num_samples: int, split: Split, is_unsplit: bool) -> None:
+        """`is_unsplit`: there is one microbatch, so that ambiguous lists and targets are not refused."""
+        self._num_samples, self._split, self._is_unsplit = num_samples, split, is_unsplit
+        self._tensors: dict[str, Tensor] = {}
+        """by name"""
+        self._cuts: dict[str, Cut | None] = {}
+        """those found so far, by name; None for what is passed whole"""
+
+    def find(self, arguments: Sequence[Argument]) -> dict[str, Cut]:
+        """The cuts by name."""
+        parts = [part for argument in arguments for part in self._cut_parts(argument)]
+        self._tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
+        self._cuts = {name: Cut(None) for name, _ in parts if name not in self._tensors}
+        return {name: cut for name, _ in parts if (cut := self._cut_of(name)) is not None}
+
+    def _cut_parts(self, argument: Argument) -> Iterator[Argument]:
+        """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
+        name, value = argument
+        if isinstance(value, Tensor):
+            yield argument
+            return
+        rule = _rule(name, self._split)
+        has_length = argument.is_list and len(value) == self._num_samples
+        if rule == "samples" and not has_length:
+            raise _unfit(name, value, f"a list or tuple of {self._num_samples} entries")
+        if rule == "samples" or (rule is _NO_RULE and has_length and self._is_per_sample(argument)):
+            yield argument
+        else:
+            for item in argument.items():
+                yield from self._cut_parts(item)
+
+    def _is_per_sample(self, argument: Argument) -> bool:
+        """Whether a list with as many entries as the batch has samples has one entry per sample.
+
+        Raises an error if the list does not show it.
+        """
+        tensors = tensors_in(argument.value)
+        is_batched = [leaf.dim() > 0 and leaf.shape[0] == self._num_samples for leaf in tensors]
+        # Records are dicts, dataclasses and named tuples.
+        kinds = [parts and parts.kind for parts in map(flatten_one_level, argument.value)]
+        has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
+        if not tensors or (all(is_batched) and not has_records):
+            # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
+            return False
+        if not all(is_batched) and (has_records or is_of_target(argument.name)):
+            # The labels of a detector: a dict of boxes for each sample.
+            return True
+        # Ambiguous: the number of boxes of a sample may happen to equal the number of samples, or only some tensors of
+        # the list are as long as the batch.
+        if self._is_unsplit:
+            return False
+        raise RunError(
+            "a list or tuple with as many entries as the batch has samples may hold an entry for each sample, or whole "
+            "tensors",
+            argument=argument.name,
+            entries=len(argument.value),
+            batch=self._num_samples,
+            hint=f'split={{{argument.name!r}: "samples"}}, or {{{argument.name!r}: "items"}} to split each item by its '
+            "own shape",
+        )
+
+    def _cut_of(self, name: str) -> Cut | None:
+        """The cut of a tensor or list; None if it is passed whole."""
+        if name not in self._cuts:
+            # A placeholder, so that Ragged sizes that refer to each other are refused instead of recursing without end.
+            self._cuts[name] = None
+            self._cuts[name] = self._tensor_cut(name, self._tensors[name], _rule(name, self._split))
+        return self._cuts[name]
+
+    def _tensor_cut(self, name: str, tensor: Tensor, rule: Any) -> Cut | None:
+        num_samples = self._num_samples
+        if rule is None:
+            return None
         if rule is _NO_RULE or rule == "items":
-            is_batched = tensor.dim() > 0 and tensor.shape[0] == num_samples
+            if tensor.dim() > 0 and tensor.shape[0] == num_samples:
+                return Cut(0)
             # An argument without the batch as its first dimension may be a table for all samples, but a target must
             # have an entry for each of them.
-            if not is_batched and tensor.dim() and is_of_target(name) and not is_unsplit:
+            if tensor.dim() and is_of_target(name) and not self._is_unsplit:
                 hints = [f"split={{{name!r}: dim}} if another dimension is the batch", "None to pass it whole"]
                 if len(tensor) % num_samples == 0:
                     hints.append(f"penstock.Rows({len(tensor) // num_samples}) if each sample has that number of rows")
@@ -261,70 +261,59 @@ def _cut_of(
                     batch=num_samples,
                     hint=", ".join(hints),
                 )
-            known[name] = Cut(0) if is_batched else None
-        elif rule == "samples":
+            return None
+        if rule == "samples":
             raise _unfit(name, tensor, f"a list or tuple of {num_samples} entries")
-        elif isinstance(rule, Ragged):
-            known[name] = _ragged_cut(name, rule, tensors, num_samples, split, known, is_unsplit)
-        elif rule is not None:
-            rows = rule if isinstance(rule, Rows) else Rows(1, rule)
-            dim = _checked_dim(name, tensor, rows.dim)
-            length = int(tensor.shape[dim])
-            # Rows(None): any number of rows, the same for each sample.
-            if length != num_samples * (rows.per_sample or length // num_samples):
-                each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
-                wanted = f"a multiple of the {num_samples}" if rows.per_sample is None else f"{each}{num_samples}"
-                raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
-            known[name] = Cut(dim, length // num_samples)
-    return known[name]
+        if isinstance(rule, Ragged):
+            return self._ragged_cut(name, rule)
+        rows = rule if isinstance(rule, Rows) else Rows(1, rule)
+        dim = _checked_dim(name, tensor, rows.dim)
+        length = int(tensor.shape[dim])
+        # Rows(None): any number of rows, the same for each sample.
+        if length != num_samples * (rows.per_sample or length // num_samples):
+            each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
+            wanted = f"a multiple of the {num_samples}" if rows.per_sample is None else f"{each}{num_samples}"
+            raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
+        return Cut(dim, length // num_samples)
 
-
-def _ragged_cut(
-    name: str,
-    rule: Ragged,
-    tensors: Mapping[str, Tensor],
-    num_samples: int,
-    split: Split,
-    known_cuts: dict[str, Cut | None],
-    is_unsplit: bool,
-) -> Cut:
-    """The cut of a tensor whose number of rows per sample is read from another argument."""
-    tensor = tensors[name]
-    if rule.sizes not in tensors:
-        known = ", ".join(other for other in tensors if other != name) or "none"
-        raise RunError(
-            "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
-        )
-    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, num_samples, split, known_cuts, is_unsplit)
-    if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
-        raise RunError(
-            "the sizes of a ragged argument must be split by samples",
-            name=name,
-            sizes=rule.sizes,
-            shape=tuple(sizes.shape),
-            hint=f"split={{{rule.sizes!r}: ...}} that splits it, or another argument for {name!r}",
-        )
-    if sizes.is_meta:
-        raise RunError("sizes on the meta device have no values", name=name, sizes=rule.sizes)
-    # The number of rows that each entry of `sizes` stands for: one for every occurrence of the token, or the product of
-    # its columns, such as height and width.
-    if rule.token is not None:
-        rows = (sizes == rule.token).movedim(cut.dim, 0).reshape(sizes.shape[cut.dim], -1).sum(1)
-    else:
-        rows = sizes.reshape(len(sizes), -1).prod(1)
-    ends = list(accumulate(map(int, rows.tolist()), initial=0))
-    # `sizes` may itself have several entries for each sample, as for several images: take the ends of samples only.
-    starts = cut.offsets or range(0, num_samples * cut.rows + 1, cut.rows)
-    dim = _checked_dim(name, tensor, rule.dim)
-    if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):
-        raise RunError(
-            "the sizes of a ragged argument must add up to its rows",
-            name=name,
-            shape=tuple(tensor.shape),
-            sizes=rule.sizes,
-            sum=ends[-1],
-        )
-    return Cut(dim, offsets=tuple(ends[start] for start in starts), sizes=rule.sizes)
+    def _ragged_cut(self, name: str, rule: Ragged) -> Cut:
+        """The cut of a tensor whose number of rows per sample is read from another argument."""
+        tensor = self._tensors[name]
+        if rule.sizes not in self._tensors:
+            known = ", ".join(other for other in self._tensors if other != name) or "none"
+            raise RunError(
+                "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
+            )
+        sizes, cut = self._tensors[rule.sizes], self._cut_of(rule.sizes)
+        if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
+            raise RunError(
+                "the sizes of a ragged argument must be split by samples",
+                name=name,
+                sizes=rule.sizes,
+                shape=tuple(sizes.shape),
+                hint=f"split={{{rule.sizes!r}: ...}} that splits it, or another argument for {name!r}",
+            )
+        if sizes.is_meta:
+            raise RunError("sizes on the meta device have no values", name=name, sizes=rule.sizes)
+        # The number of rows that each entry of `sizes` stands for: one for every occurrence of the token, or the
+        # product of its columns, such as height and width.
+        if rule.token is not None:
+            rows = (sizes == rule.token).movedim(cut.dim, 0).reshape(sizes.shape[cut.dim], -1).sum(1)
+        else:
+            rows = sizes.reshape(len(sizes), -1).prod(1)
+        ends = list(accumulate(map(int, rows.tolist()), initial=0))
+        # `sizes` may itself have several entries for each sample, as for several images: take the ends of samples only.
+        starts = cut.offsets or range(0, self._num_samples * cut.rows + 1, cut.rows)
+        dim = _checked_dim(name, tensor, rule.dim)
+        if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):
+            raise RunError(
+                "the sizes of a ragged argument must add up to its rows",
+                name=name,
+                shape=tuple(tensor.shape),
+                sizes=rule.sizes,
+                sum=ends[-1],
+            )
+        return Cut(dim, offsets=tuple(ends[start] for start in starts), sizes=rule.sizes)
 
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
@@ -338,4 +327,6 @@ def _unfit(name: str, value: Any, wanted: str) -> RunError:
 
 
 def _shape(value: Any) -> object:
-    return tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Sized) else type(value).__name__

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batches.cuts import TARGET, Argument, Cut, Split, batch_size, check_split_of_step, find_cuts, has_rule
+from penstock.batches.cuts import TARGET, Argument, Cut, CutFinder, Split, batch_size, check_split_of_step, has_rule
 from penstock.capture import PLAIN_TYPES, LruCache, register_containers
 from penstock.errors import CaptureError, RunError
 from penstock.ir import flatten_one_level, named_arguments, named_inputs, signature_of, unflatten_one_level
@@ -103,12 +103,23 @@ class Microbatch(NamedTuple):
 
     def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
         """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
-        cuts = self.cuts
-        args = [_map_cuts(arg, name, cuts, choose, size) for name, arg in zip(self.names, self.args, strict=True)]
-        kwargs = {name: _map_cuts(arg, name, cuts, choose, size) for name, arg in self.kwargs.items()}
+
+        def chosen(value: Any, name: str) -> Any:
+            cut = self.cuts.get(name)
+            if cut is not None:
+                entries = choose(value, name, cut)
+                return unflatten_one_level(type(value), range(size), entries) if cut.dim is None else entries
+            parts = flatten_one_level(value)
+            if parts is None:
+                return value
+            items = [chosen(item, f"{name}.{key}") for key, item in zip(parts.keys, parts.items, strict=True)]
+            return unflatten_one_level(parts.kind, parts.keys, items)
+
+        args = tuple([chosen(arg, name) for name, arg in zip(self.names, self.args, strict=True)])
+        kwargs = {name: chosen(arg, name) for name, arg in self.kwargs.items()}
         # Without a target, a cut of this name is that of an argument of the forward.
-        target = None if self.target is None else _map_cuts(self.target, TARGET, cuts, choose, size)
-        return Microbatch(tuple(args), kwargs, target, size, cuts, self.names)
+        target = None if self.target is None else chosen(self.target, TARGET)
+        return Microbatch(args, kwargs, target, size, self.cuts, self.names)
 
     def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the named tensors that every microbatch has, with the same number of rows for each sample."""
@@ -226,7 +237,7 @@ class BatchSplitter:
             rules = {**self._split, **planned}
             num_samples = batch_size(arguments, rules)
             sizes = microbatch_sizes(num_samples, num_microbatches)
-            cuts = find_cuts(everything, num_samples, rules, is_unsplit=len(sizes) == 1)
+            cuts = CutFinder(num_samples, rules, is_unsplit=len(sizes) == 1).find(everything)
             splitting = sizes, cuts, tuple(named)[: len(args)]
             # Offsets are read from a tensor: they hold for this batch only.
             if not any(cut.offsets for cut in cuts.values()):
@@ -265,20 +276,6 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
         raise RunError("microbatches must be 1 or more", got=num_microbatches)
     least, more = divmod(batch, num_microbatches)
     return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
-
-
-def _map_cuts(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[Any, str, Cut], Any], size: int) -> Any:
-    """A value with everything in it that is split replaced by what `choose` returns for it."""
-    cut = cuts.get(name)
-    if cut is None:
-        parts = flatten_one_level(value)
-        if parts is None:
-            return value
-        pairs = zip(parts.keys, parts.items, strict=True)
-        items = [_map_cuts(item, f"{name}.{key}", cuts, choose, size) for key, item in pairs]
-        return unflatten_one_level(parts.kind, parts.keys, items)
-    chosen = choose(value, name, cut)
-    return unflatten_one_level(type(value), range(size), chosen) if cut.dim is None else chosen
 
 
 def _sparse_parts(value: Tensor, name: str, lengths: Sequence[int], dim: int) -> Sequence[Tensor]:

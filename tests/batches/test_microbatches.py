@@ -274,6 +274,7 @@ def test_ragged_tensors_follow_tables_that_may_be_ragged_too(more: dict[str, Ten
         ({"patches": Rows(3)}, r"must have 3 \* 4 samples along dimension 0 .*\(name: patches, got: \(10,\)"),
         ({"patches": Rows()}, "must have a multiple of the 4 samples"),
         ({"patches": "samples"}, "must have a list or tuple of 4 entries"),
+        ({"scale": "samples"}, r"must have a list or tuple of 4 entries .*\(name: scale, got: float\)"),
         ({"patches": Ragged("gird")}, "must name an argument that is a tensor .*\ntry: one of x, grid"),
         ({"patches": Ragged("grid"), "grid": None}, "must be split by samples"),
         ({"patches": Ragged("grid"), "grid": Ragged("patches")}, "must be split by samples"),
@@ -281,7 +282,7 @@ def test_ragged_tensors_follow_tables_that_may_be_ragged_too(more: dict[str, Ten
     ],
 )
 def test_rows_that_do_not_fit_are_refused(split: Any, message: str) -> None:
-    given = {"patches": torch.arange(10), "grid": GRID}
+    given = {"patches": torch.arange(10), "grid": GRID, "scale": 0.5}
     with pytest.raises(RunError, match=message):
         BatchSplitter(forward, split).split(Batch((torch.ones(4, dtype=torch.int64),), given), 2)
 
