@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.table import Line, Table
 from benchmarks.timing import cpu_seconds
-from penstock.capture import capture
+from penstock.capture import Replay, capture
 from penstock.partitioners import uniform
 from penstock.stages import split
 
@@ -59,7 +59,7 @@ def replaying(layers: int = 12, size: int = 256, times: int = 15) -> Table:
         model, given = llama(layers, size), batch(4, 64)
         captured = capture(model, (), given)
         nodes = [node.name for node in captured.graph.nodes]
-        replay = captured.replay(captured.recording((), given), nodes, model, captured.graph.outputs)
+        replay = Replay(captured.recording((), given), nodes, model, captured.graph.outputs)
         inputs = captured.inputs((), given)
         pairs = [(cpu_seconds(lambda: model(**given)), cpu_seconds(lambda: replay.run(inputs))) for _ in range(times)]
         own, replayed = (min(column) for column in zip(*pairs, strict=True))

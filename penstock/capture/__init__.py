@@ -1,7 +1,7 @@
 """Records the forward of any nn.Module on an example batch, and replays parts of it.
 
     capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
-    Captured.replay(recording, nodes, ...) --> Replay: some calls of the recording, run on new values
+    Replay(recording, nodes, ...) --> run on new values: some calls of the recording
 
     Record (penstock.ir)  the calls of one forward as plain data
     Recording             a Record, the functions and constants that it refers to, and its Graph
@@ -67,6 +67,7 @@ from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import (
     MODULE_ATTRIBUTES,
     PLAIN_TYPES,
+    code_lines,
     code_origin,
     copy_leaf,
     object_items,

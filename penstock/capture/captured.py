@@ -20,7 +20,6 @@ from penstock.capture.objects import register_containers
 from penstock.capture.random_draws import DrawSeed
 from penstock.capture.record_forward import make_recording, run_with_draws
 from penstock.capture.recording import Recording
-from penstock.capture.replay import Replay, WrapModule
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
 from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
@@ -74,7 +73,7 @@ class Captured:
         """makes a context for every recording, for example one that gathers sharded parameters"""
         self._granularity = granularity
         self._fingerprinter = Fingerprinter(model)
-        self._functions: WholeFunctions | None = None
+        self._functions = WholeFunctions()
         """functions of the user that are recorded as one call"""
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         """by batch signature and model fingerprint; several if they differ in guards"""
@@ -263,12 +262,12 @@ class Captured:
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
-        made = self._make_recording(fingerprint, batch.args, batch.kwargs, batch.seed)
+        made, volatile = self._make_recording(fingerprint, batch.args, batch.kwargs, batch.seed)
         self._example_recording = self._example_recording or made
         # Blocks that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
-        self._volatile |= made.volatile
+        self._volatile |= volatile
         key = (batch.signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
         self._known_hashes.put((key[1], made.structure_hash), None)
@@ -280,11 +279,13 @@ class Captured:
 
     def _make_recording(
         self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed
-    ) -> Recording:
-        def make(granularity: Granularity) -> Recording:
-            def is_known(structure_hash: str) -> bool:
-                return (fingerprint, structure_hash) in self._known_hashes
+    ) -> tuple[Recording, frozenset[str]]:
+        """A new recording, and the settings that the forward itself changes."""
 
+        def is_known(structure_hash: str) -> bool:
+            return (fingerprint, structure_hash) in self._known_hashes
+
+        def make(granularity: Granularity) -> tuple[Recording, frozenset[str]]:
             return make_recording(self.model, args, kwargs, granularity, seed, is_known, self._functions)
 
         with self.recording_context():
@@ -298,7 +299,7 @@ class Captured:
                 hint = f'basic_blocks=["{block}"], which keeps that module whole'
                 raise CaptureError(error.problem, hint=hint, report=error.report, **error.values) from error
 
-    def _block_that_records(self, error: CaptureError, make: Callable[[Granularity], Recording]) -> str | None:
+    def _block_that_records(self, error: CaptureError, make: Callable[[Granularity], object]) -> str | None:
         """The smallest module around the place of an error such that the model can be recorded with it as one block."""
         if "(basic_blocks)" not in error.hint:
             return None
@@ -331,17 +332,6 @@ class Captured:
         """The tensors of a batch by the names of the graph's inputs."""
         named = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
         return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
-
-    def replay(
-        self,
-        recording: Recording,
-        nodes: Collection[str],
-        modules: nn.Module,
-        wanted: Collection[str],
-        wrap: WrapModule | None = None,
-    ) -> Replay:
-        """Some calls of a recording, prepared to run on modules with the same names; see `Replay`."""
-        return Replay(recording, nodes, modules, wanted, self.model, wrap)
 
     def block_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
         """The modules that some nodes, of the example or of another recording, are calls of."""
@@ -376,10 +366,6 @@ class Captured:
         """Call the unsplit model with the random numbers that its stages draw with this seed."""
         kwargs = without_cache(self.model, kwargs)
         return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step_seed), seed)
-
-    def has_shared_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model draws single numbers for the whole batch, which are the same in all microbatches."""
-        return bool(self.recording(args, kwargs).shared_draws)
 
 
 def without_cache(

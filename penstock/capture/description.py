@@ -9,7 +9,7 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import is_dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.fingerprint import names_in, referenced_globals
-from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, class_functions, code_origin
+from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, class_functions, code_lines, code_origin
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree
 
@@ -143,7 +143,7 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
         code = getattr(value, "__code__", None)
         text = value.__name__ if isinstance(value, types.BuiltinFunctionType) else value.__qualname__
         if code is not None and code_origin(value.__module__) == "user":
-            text += f" {_hash(_code_lines(code))}"
+            text += f" {_hash(code_lines(code))}"
     elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:  # type: ignore[arg-type]
         items: Any = value
         if isinstance(items, dict):
@@ -182,7 +182,7 @@ def _attributes_set(code: types.CodeType) -> set[str]:
 def _code_hash(kind: Any) -> str:
     """A hash of the methods of a class, except those of torch."""
     bases = [base for base in _own_bases(kind) if code_origin(base.__module__) != "torch"]
-    return _hash(line for base in bases for code in _method_codes(base) for line in _code_lines(code))
+    return _hash(line for base in bases for code in _method_codes(base) for line in code_lines(code))
 
 
 def _own_bases(kind: type) -> list[type]:
@@ -193,17 +193,6 @@ def _method_codes(kind: type) -> list[types.CodeType]:
     """The code of the methods and properties that a class itself defines, except its constructor."""
     functions = sorted(class_functions(kind), key=lambda pair: pair[0])
     return [function.__code__ for name, function in functions if name != "__init__"]
-
-
-def _code_lines(code: types.CodeType) -> Iterator[str]:
-    """The code of a function and of those inside it as text, without file names and line numbers."""
-    yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code_lines(constant)
-        else:
-            # The order of a frozenset of strings differs between processes.
-            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _hash(lines: Any) -> str:

@@ -16,7 +16,7 @@ from penstock.capture.objects import register_class_of, register_containers
 from penstock.capture.random_draws import PythonDraw
 from penstock.capture.structures import structure_of
 from penstock.capture.tensor_table import TensorTable
-from penstock.capture.tensors import buffers_and_attributes, same_content, storage_id, tensors_in
+from penstock.capture.tensors import same_content, storage_id, tensors_in
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
 from penstock.ir import ADDED_LOSS, attributes_of, flatten_one_level, is_attributes_only, leaves
@@ -60,21 +60,22 @@ class ObservedCall:
         """the parameters and buffers that it wrote into, also through views, or replaced"""
 
         self._table = table
-        self._module = target if isinstance(target, nn.Module) else None
+        # Of a module, itself and all modules inside; found once, because every walk of a block takes time.
+        self._parts = list(target.modules()) if isinstance(target, nn.Module) else []
+        parameters = [tensor for part in self._parts for tensor in part._parameters.values() if tensor is not None]
+        # Held, so that the id() of a replaced buffer is not given to another tensor.
+        self._buffers = self._find_buffers()
+        attributes = [value for part in self._parts for value in vars(part).values() if isinstance(value, Tensor)]
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        own: dict[int, Tensor] = {}
-        if self._module is not None:
-            held = (*self._module.parameters(), *buffers_and_attributes(self._module).values())
-            own = {id(tensor): tensor for tensor in held}
+        own = {id(tensor): tensor for tensor in (*parameters, *self._buffers.values(), *attributes)}
         # A block must use no state but its own: the stage that runs it may not have any other. A transformed function,
         # and a function of the user that is one call, must use none but its arguments. Other functions get what they
         # use as arguments.
         is_confined = isinstance(target, nn.Module | TransformedCall | WholeFunction)
         self._own_state = set(own) if is_confined else None
         self._has_meta_state = any(tensor.is_meta for tensor in own.values())
-        weights = (*self._module.parameters(), *self._module.buffers()) if self._module is not None else ()
-        self.is_on_meta = any(tensor.is_meta for tensor in (*tensors, *weights))
+        self.is_on_meta = any(tensor.is_meta for tensor in (*tensors, *parameters, *self._buffers.values()))
         # A call may write state through a view that it is given, so state that shares memory with an argument counts
         # too.
         shared = [tensor for argument in tensors for tensor in table.state_sharing(argument)]
@@ -88,11 +89,8 @@ class ObservedCall:
             )
             for tensor in state.values()
         ]
-        # Held, so that the id() of a replaced buffer is not given to another tensor.
-        self._buffers = _buffers_by_id(self._module)
-        parts = self._module.modules() if self._module is not None else ()
         is_cuda = any(tensor.is_cuda for tensor in (*tensors, *state.values()))
-        self._generators = GeneratorStates([*torch_generators(is_cuda), *module_generators(parts)])
+        self._generators = GeneratorStates([*torch_generators(is_cuda), *module_generators(self._parts)])
 
     def is_foreign(self, tensor: Tensor) -> bool:
         """Whether a tensor reaches the call other than through its arguments.
@@ -117,6 +115,9 @@ class ObservedCall:
 
         `drew_with_python` returns whether the call drew from the generators of Python or numpy.
         """
+        if self._parts:
+            # The call may have replaced submodules.
+            self._parts = list(self.target.modules())
         have_moved = self._generators.have_moved()
         # After the comparison of the states: it draws itself, and a module may keep one of these generators.
         self.draws_with_python = drew_with_python()
@@ -127,7 +128,7 @@ class ObservedCall:
             or self._has_active_dropout()
             or is_random(self.target, args, kwargs, result)
         )
-        if self._module is None and getattr(self.target, "__name__", "") in TENSOR_EFFECTS:
+        if not self._parts and getattr(self.target, "__name__", "") in TENSOR_EFFECTS:
             self.written = [tensor for tensor, _ in self._versions[:1]]
         else:
             self.written = [
@@ -136,8 +137,8 @@ class ObservedCall:
                 if tensor._version != version or (self.written_storage and storage_id(tensor) in self.written_storage)
             ]
         storage = {storage_id(tensor) for tensor in self.written}
-        replaced = self._buffers.keys() - _buffers_by_id(self._module).keys()
-        unseen = _meta_statistics(self._module) if self._has_meta_state else ()
+        replaced = self._buffers.keys() - self._find_buffers().keys()
+        unseen = self._meta_statistics() if self._has_meta_state else ()
         self.written_state = [
             tensor
             for tensor, version, content in self._state
@@ -151,23 +152,21 @@ class ObservedCall:
 
     def _has_active_dropout(self) -> bool:
         # On the meta device dropout draws nothing, but the real module will.
-        parts = self._module.modules() if self._module is not None else ()
-        return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in parts)
+        return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in self._parts)
+
+    def _find_buffers(self) -> dict[int, Tensor]:
+        buffers = (buffer for part in self._parts for buffer in part._buffers.values())
+        return {id(buffer): buffer for buffer in buffers if buffer is not None}
+
+    def _meta_statistics(self) -> set[int]:
+        """Running statistics on the meta device: their writes show neither in a version nor in the content."""
+        norms = [part for part in self._parts if isinstance(part, _NormBase) and part.training]
+        return {id(buffer) for norm in norms for buffer in norm.buffers() if buffer.is_meta}
 
 
 def runs_python(target: Any) -> bool:
     """Whether a call runs Python code: a torch function cannot draw from the generators of Python and numpy."""
     return isinstance(target, nn.Module | FunctionApply | PythonDraw | WholeFunction)
-
-
-def _buffers_by_id(module: nn.Module | None) -> dict[int, Tensor]:
-    return {id(buffer): buffer for buffer in module.buffers()} if module is not None else {}
-
-
-def _meta_statistics(module: nn.Module | None) -> set[int]:
-    """Running statistics on the meta device: their writes show neither in a version nor in the content."""
-    norms = [part for part in module.modules() if isinstance(part, _NormBase)] if module is not None else []
-    return {id(buffer) for norm in norms if norm.training for buffer in norm.buffers() if buffer.is_meta}
 
 
 class ArgumentContents:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.capture.objects import code_origin
+from penstock.capture.objects import runs_model_code
 from penstock.capture.tensors import tensors_in
 from penstock.ir import transform
 
@@ -69,8 +69,7 @@ def enclosing_function(
         return isinstance(first, nn.Module) and id(first) in modules
 
     while frame is not None and not is_method_of_module(frame):
-        origin = code_origin(frame.f_globals.get("__name__", ""))
-        if origin in ("library", "user") and not frame.f_globals.get("__name__", "").startswith(("penstock.", "numpy")):
+        if runs_model_code(frame):
             is_inside = True
             function = frame.f_globals.get(frame.f_code.co_name)
             if callable(function) and getattr(inspect.unwrap(function), "__code__", None) is frame.f_code:
@@ -88,7 +87,11 @@ def intercept_functions(handler: Handler, functions: Collection[Callable[..., An
 
 @contextmanager
 def replaced_entries(handler: Handler, entries: Collection[Entry]) -> Iterator[None]:
-    """Replace functions in dicts by ones that call the handler; restore them at exit."""
+    """Replace functions in dicts by ones that call the handler; restore them at exit.
+
+    An entry that does not hold its function now, as another library has replaced it, is left alone.
+    """
+    entries = [(namespace, name, function) for namespace, name, function in entries if namespace.get(name) is function]
 
     def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

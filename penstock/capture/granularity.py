@@ -92,15 +92,8 @@ class Granularity:
         """The blocks of a model by name, as `blocks` returns them but without its checks, which take longer."""
         return dict(self._visit(model, "", 0, in_list=False))
 
-    def open_like(self, model: nn.Module, block: str) -> "Granularity":
-        """The same granularity with a block, and all blocks of its class, opened."""
-        return self._open(model, block, "")
-
-    def open_siblings(self, model: nn.Module, block: str) -> "Granularity":
-        """The same granularity with a block, and all blocks of its class in the same module, opened."""
-        return self._open(model, block, block.rpartition(".")[0])
-
-    def _open(self, model: nn.Module, block: str, around: str) -> "Granularity":
+    def open_like(self, model: nn.Module, block: str, around: str = "") -> "Granularity":
+        """The same granularity with a block, and all blocks of its class in the module `around`, opened."""
         found, prefix = self.find_blocks(model), f"{around}." if around else ""
         names = (name for name, module in found.items() if type(module) is type(found[block]))
         return replace(self, opened=self.opened | {name for name in names if name.startswith(prefix)})

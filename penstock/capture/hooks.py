@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,43 +49,29 @@ def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def intercept_autograd_functions(handler: Handler) -> Iterator[None]:
-    """Route every `apply` of an autograd function through `handler(function class, original, args, kwargs)`.
+def intercept_functions_of_torch(on_apply: Handler, on_script: Handler) -> Iterator[None]:
+    """Route calls of autograd functions and of scripted functions through handlers.
 
-    A torch function mode does not see them: it would see the calls inside, whose backward is not the function's own.
+    They are called as `on_apply(function class, apply, args, kwargs)` and `on_script(function, call, args, kwargs)`. A
+    torch function mode sees neither: of an autograd function it would see the calls inside, whose backward is not the
+    function's own.
     """
-    original = vars(torch.autograd.Function)["apply"]
+    autograd, script = torch.autograd.Function, torch.jit.ScriptFunction
+    original_apply, original_call = vars(autograd)["apply"], script.__call__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return handler(cls, original.__get__(None, cls), args, kwargs)
-
-    try:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
-    """Route every call of a scripted function, which no torch function mode sees, through the handler.
-
-    It is called as `handler(function, original, args, kwargs)`.
-    """
-    owner = torch.jit.ScriptFunction
-    original = owner.__call__
+        return on_apply(cls, original_apply.__get__(None, cls), args, kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def run(*run_args: Any, **run_kwargs: Any) -> Any:
-            return original(self, *run_args, **run_kwargs)
-
-        return handler(self, run, args, kwargs)
+        return on_script(self, partial(original_call, self), args, kwargs)
 
     try:
-        owner.__call__ = call  # type: ignore[method-assign]
+        autograd.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        script.__call__ = call  # type: ignore[method-assign]
         yield
     finally:
-        owner.__call__ = original  # type: ignore[method-assign]
+        autograd.apply = original_apply  # type: ignore[method-assign]
+        script.__call__ = original_call  # type: ignore[method-assign]
 
 
 # Hooks of the user

@@ -41,6 +41,18 @@ def class_functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
                 yield name, function
 
 
+def code_lines(code: types.CodeType) -> Iterator[str]:
+    """The code of a function and of those inside it as text, without file names and line numbers."""
+    yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_lines(constant)
+        else:
+            # The order of a frozenset of strings differs between processes.
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+@functools.lru_cache(maxsize=4096)
 def code_origin(module: object) -> Origin:
     """Where code comes from, by its `__module__`: torch, a known library, Python itself, or the user.
 
@@ -59,11 +71,16 @@ def user_line() -> str:
     """The innermost line of the call stack that is neither torch's nor Python's nor penstock's, as `file.py:12`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if code_origin(module) in ("library", "user") and module.partition(".")[0] not in ("penstock", "numpy"):
+        if runs_model_code(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def runs_model_code(frame: types.FrameType) -> bool:
+    """Whether the code of a frame is neither torch's nor numpy's nor Python's nor penstock's."""
+    module = frame.f_globals.get("__name__", "")
+    return code_origin(module) in ("library", "user") and module.partition(".")[0] not in ("penstock", "numpy")
 
 
 def object_items(value: Any) -> Iterator[tuple[str, Any]]:

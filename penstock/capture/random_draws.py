@@ -267,6 +267,14 @@ class ArrayOf(tuple):  # type: ignore[type-arg]
 # Interception
 
 _NOT_DRAWS = frozenset(("seed", "getstate", "setstate", "get_state", "set_state", "shuffle", "get_bit_generator"))
+_DRAWING_FUNCTIONS: list[Entry] = [
+    (vars(module), name, function)
+    for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand))
+    for name, function in vars(module).items()
+    # The functions of the modules are methods of their global generators.
+    if getattr(function, "__self__", None) is generator and callable(function)
+    if not name.startswith("_") and name not in _NOT_DRAWS
+]
 
 
 @contextmanager
@@ -276,20 +284,12 @@ def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
     It is called as `handler(function, args, kwargs, frame of the caller)`. Names that the files of the model's classes
     import (`from random import random`) are replaced too.
     """
-    generators = ((random, random._inst), (np.random, np.random.mtrand._rand))
-    entries: list[Entry] = [
-        (vars(module), name, function)
-        for module, generator in generators
-        for name, function in vars(module).items()
-        # The functions of the modules are methods of their global generators.
-        if getattr(function, "__self__", None) is generator and callable(function)
-        if not name.startswith("_") and name not in _NOT_DRAWS
-    ]
-    functions = {id(function): function for _, _, function in entries}
-    owners = {owner.__module__ for module in model.modules() for owner in type(module).__mro__}
+    functions = {id(function): function for _, _, function in _DRAWING_FUNCTIONS}
+    classes = {owner for kind in set(map(type, model.modules())) for owner in kind.__mro__}
+    owners = {owner.__module__ for owner in classes}
     files = [vars(sys.modules[name]) for name in owners if name in sys.modules and code_origin(name) != "torch"]
-    entries += [
+    imported = [
         (file, name, functions[id(value)]) for file in files for name, value in file.items() if id(value) in functions
     ]
-    with replaced_entries(handler, entries):
+    with replaced_entries(handler, [*_DRAWING_FUNCTIONS, *imported]):
         yield

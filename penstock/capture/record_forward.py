@@ -1,17 +1,16 @@
 """Records the forward of a model on a batch.
 
-    make_recording           records the forward twice, and compares the two recordings
-      _record_with_retries   opens blocks, or treats functions as one call, until the forward can be recorded
-        _record_once         runs the forward under a `Recorder`, and builds the graph
+    make_recording             records the forward twice, and compares the two recordings
+      _Forward.record          opens blocks, or treats functions as one call, until the forward can be recorded
+        _Forward.record_once   runs the forward under a `Recorder`, and builds the graph
 
 A single forward suffices if an earlier recording made the same calls with other sizes, for example for a batch of
 another length.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,24 +18,23 @@ from torch import Tensor, nn
 
 from penstock.capture.arguments import short_name
 from penstock.capture.fingerprint import model_settings
-from penstock.capture.functions import WholeFunctions, intercept_functions
-from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
+from penstock.capture.functions import WholeFunctions, intercept_functions, replaced_entries
+from penstock.capture.generators import seed_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.graph_builder import build_graph, outputs_reaching
 from penstock.capture.hooks import (
     has_user_hooks,
-    intercept_autograd_functions,
+    intercept_functions_of_torch,
     intercept_modules,
-    intercept_scripted_functions,
     without_user_hooks,
 )
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.objects import copy_leaf, register_containers
-from penstock.capture.random_draws import FIRST_SEED, DrawSeed, intercept_draws
+from penstock.capture.random_draws import DrawSeed, intercept_draws
 from penstock.capture.recorder import BypassedBlock, LeakyCall, NewContainer, NotReplayable, Recorder
-from penstock.capture.recording import OUTPUT, Recording, caches_constants, difference
+from penstock.capture.recording import OUTPUT, RecordedForward, Recording, caches_constants, difference
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, tensors_in
-from penstock.capture.transforms import intercept_transforms
+from penstock.capture.transforms import TRANSFORMS
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Guard, Record, Tree, named_inputs, refs, transform
 from penstock.launch import one_line
@@ -50,30 +48,31 @@ def make_recording(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     granularity: Granularity,
-    seed: DrawSeed = FIRST_SEED,
-    is_known: Callable[[str], bool] = lambda structure_hash: False,
-    functions: WholeFunctions | None = None,
-) -> Recording:
+    seed: DrawSeed,
+    is_known: Callable[[str], bool],
+    functions: WholeFunctions,
+) -> tuple[Recording, frozenset[str]]:
     """Record the forward of a model on a batch. The model is left as it was.
 
     Random numbers between blocks, on which the forward may depend, are those that a replay with the same seed draws.
     `is_known` returns whether a structure hash is that of an earlier recording of this model with the same settings.
-    `functions` are those that earlier recordings recorded as one call.
+    `functions` are those that earlier recordings recorded as one call. The second result names settings that the
+    forward itself changes, so that a change does not make the recording invalid.
     """
-    record = partial(_record_with_retries, model, args, kwargs, seed)
+    forward = _Forward(model, args, kwargs, seed)
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
-        first = record(_SEEDS[0], granularity, functions or WholeFunctions())
-        error = None
-        if first.draws_in_python or not is_known(first.structure_hash):
+        first = forward.record(_SEEDS[0], granularity, functions)
+        recording, error = first.recording, None
+        if recording.python_draws or not is_known(recording.structure_hash):
             # The second forward is not isolated from the first, so that a counter that the first increased shows up.
-            second = record(_SEEDS[1], first.granularity, first.functions)
-            error = difference(first, second)
+            second = forward.record(_SEEDS[1], recording.granularity, recording.functions)
+            error = difference(recording, second.recording)
         after = model_settings(model, granularity)
         if error is not None and not caches_constants(model, first, second):
             # Is only the first forward different, or every one?
-            third = record(_SEEDS[0], first.granularity, first.functions)
-            if difference(second, third) is None:
+            third = forward.record(_SEEDS[0], recording.granularity, recording.functions)
+            if difference(second.recording, third.recording) is None:
                 raise CaptureError(
                     "the first forward initialises state that later ones use",
                     where=error.values["where"],
@@ -81,68 +80,124 @@ def make_recording(
                     hint="call the model once on this batch, and capture it then",
                 )
             raise error
-    changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
-    return replace(first, volatile=frozenset(changed), constants=(), output_tensors=())
+    return recording, frozenset(name for name in {**before, **after} if before.get(name) != after.get(name))
 
 
-def _record_with_retries(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: DrawSeed,
-    global_seed: int,
-    granularity: Granularity,
-    functions: WholeFunctions,
-) -> Recording:
-    """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
+@dataclass(frozen=True)
+class _Forward:
+    """The forward of a model on a batch, with the random numbers of a seed."""
 
-    Each retry makes a change that is not undone, so this ends: a block is opened, a class registered as a container, a
-    function recorded as one call, or such a function opened. `global_seed` seeds the global generators, which no call
-    between blocks may draw from unseen.
-    """
-    skip_hooks = True
-    functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
-    while True:
-        blocks = granularity.blocks(model)
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seed: DrawSeed
+
+    def record(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
+        """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
+
+        Each retry makes a change that is not undone, so this ends: a block is opened, a class registered as a
+        container, a function recorded as one call, or such a function opened. `global_seed` seeds the global
+        generators, which no call between blocks may draw from unseen.
+        """
+        skip_hooks = True
+        functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
+        while True:
+            blocks = granularity.blocks(self.model)
+            try:
+                with without_user_hooks(blocks.values() if skip_hooks else ()):
+                    recorded = self.record_once(global_seed, granularity, functions)
+            except NewContainer:
+                # Calls before this one were recorded with the object as a constant.
+                continue
+            except BypassedBlock as bypassed:
+                around = bypassed.block.rpartition(".")[0]
+                granularity = granularity.open_like(self.model, bypassed.block, around)
+            except NotReplayable as call:
+                (functions.drawing if call.draws else functions.reading).append(call.function)
+            except LeakyCall as leak:
+                if leak.where in blocks:
+                    granularity = granularity.open_like(self.model, leak.where)
+                elif functions.reading:
+                    # A function recorded as one call leaks.
+                    named = (each for each in functions.reading if leak.where.endswith(f"/{short_name(each)}"))
+                    functions.open(next(named, functions.reading[-1]))
+                else:
+                    raise CaptureError(
+                        "a value enters or leaves a function other than through tensors in its arguments and results",
+                        where=leak.where,
+                        **({"made_in": leak.maker} if leak.maker else {}),
+                        hint="keep the module that contains both as one block (basic_blocks)",
+                    ) from None
+            except CaptureError:
+                if functions.reading:
+                    # The cause may be a function recorded as one call: open the last one and retry.
+                    functions.open(functions.reading[-1])
+                elif skip_hooks and has_user_hooks(blocks.values()):
+                    # The model may depend on its hooks, such as one that collects router logits for the loss.
+                    skip_hooks = False
+                else:
+                    raise
+            else:
+                reading_functions, reading_modules = _find_readers(self.model, recorded.recording)
+                if not reading_functions and not reading_modules:
+                    return recorded
+                functions.reading += reading_functions
+                granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
+
+    def record_once(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
+        """Run the forward under a Recorder, and build the recording from what it has recorded."""
+        model = self.model
+        register_containers((self.args, self.kwargs))
+        seed_generators(global_seed)
+        recorder = Recorder(model, granularity, self.seed, global_seed, functions)
+        # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another
+        # batch they may differ.
+        args, kwargs = transform(self.args, copy_leaf), transform(self.kwargs, copy_leaf)
+        inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
         try:
-            with without_user_hooks(blocks.values() if skip_hooks else ()):
-                recording = _record_once(model, args, kwargs, seed, global_seed, granularity, functions)
-        except NewContainer:
-            # Calls before this one were recorded with the object as a constant.
-            continue
-        except BypassedBlock as bypassed:
-            granularity = granularity.open_siblings(model, bypassed.block)
-        except NotReplayable as call:
-            (functions.drawing if call.draws else functions.reading).append(call.function)
-        except LeakyCall as leak:
-            if leak.where in blocks:
-                granularity = granularity.open_like(model, leak.where)
-            elif functions.reading:
-                # A function recorded as one call leaks.
-                named = (each for each in functions.reading if leak.where.endswith(f"/{short_name(each)}"))
-                functions.open(next(named, functions.reading[-1]))
-            else:
-                raise CaptureError(
-                    "a value enters or leaves a function other than through tensors in its arguments and results",
-                    where=leak.where,
-                    **({"made_in": leak.maker} if leak.maker else {}),
-                    hint="keep the module that contains both as one block (basic_blocks)",
-                ) from None
-        except CaptureError:
-            if functions.reading:
-                # The cause may be a function recorded as one call: open the last one and retry.
-                functions.open(functions.reading[-1])
-            elif skip_hooks and has_user_hooks(blocks.values()):
-                # The model may depend on its hooks, such as one that collects router logits for the loss.
-                skip_hooks = False
-            else:
-                raise
-        else:
-            reading_functions, reading_modules = _find_readers(model, recording)
-            if not reading_functions and not reading_modules:
-                return recording
-            functions.reading += reading_functions
-            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
+            output = _run_model(recorder, args, kwargs)
+        finally:
+            for tensor, content in recorder.state_before.values():
+                restore_content(tensor, content)
+            changed = recorder.writer.restore_constants()
+        if changed:
+            raise CaptureError(
+                "the forward writes into a tensor that is not part of the model",
+                shape=tuple(changed[0].shape),
+                dtype=changed[0].dtype,
+                hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
+            )
+        if register_containers(output):
+            raise NewContainer
+        outputs = recorder.writer.write(output, OUTPUT)
+        state = buffers_and_attributes(model)
+        constants = _constant_values(recorder, state)
+        _refuse_replaced_state(recorder, state, constants)
+        steps = _without_unread_updates(recorder.steps, outputs)
+        record = Record(tuple(inputs), steps, outputs, frozenset(recorder.size_reads))
+        graph = build_graph(model, record, recorder.table, recorder.notes)
+        notes = recorder.notes.items()
+        recording = Recording(
+            record,
+            recorder.writer.live,
+            graph,
+            granularity,
+            str(device_of(model)),
+            state_views=frozenset(filter(recorder.table.is_view_of_state, graph.written)),
+            returned=recorder.returned,
+            nodes_adding_loss=frozenset(name for name, note in notes if note.adds_loss),
+            nodes_taking_gradients=frozenset(name for name, note in notes if note.takes_gradients),
+            outputs_reaching=outputs_reaching(recorder.table.edges, graph.outputs),
+            seed=self.seed,
+            shared_draws=frozenset(name for name, note in notes if note.is_shared_draw),
+            python_draws=frozenset(name for name, note in notes if note.draws_with_python),
+            functions=functions,
+            enclosing=recorder.enclosing,
+            lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
+            size_reads=recorder.size_reads,
+        )
+        tensors = tuple(tensor.detach() for tensor in tensors_in(output))
+        return RecordedForward(recording, recorder.table.values_named(constants), tensors)
 
 
 def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable[..., Any]], list[str]]:
@@ -170,77 +225,15 @@ def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable
     return list(functions), modules
 
 
-def _record_once(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: DrawSeed,
-    global_seed: int,
-    granularity: Granularity,
-    functions: WholeFunctions,
-) -> Recording:
-    """Run the forward under a Recorder, and build the recording from what it has recorded."""
-    register_containers((args, kwargs))
-    seed_generators(global_seed)
-    recorder = Recorder(model, set(granularity.blocks(model)), seed, global_seed, functions)
-    # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another batch
-    # they may differ.
-    args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
-    inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
-    generators = GeneratorStates(python_generators())
-    try:
-        output = _run_model(model, recorder, args, kwargs)
-    finally:
-        for tensor, content in recorder.state_before.values():
-            restore_content(tensor, content)
-        changed = recorder.writer.restore_constants()
-    if changed:
-        raise CaptureError(
-            "the forward writes into a tensor that is not part of the model",
-            shape=tuple(changed[0].shape),
-            dtype=changed[0].dtype,
-            hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
-        )
-    if register_containers(output):
-        raise NewContainer
-    outputs = recorder.writer.write(output, OUTPUT)
-    constants = _constant_values(model, recorder)
-    _refuse_replaced_state(model, recorder, constants)
-    steps = _without_unread_updates(recorder.steps, outputs)
-    record = Record(tuple(inputs), steps, outputs, frozenset(recorder.size_reads))
-    graph = build_graph(model, record, recorder.table, recorder.notes)
-    notes = recorder.notes.items()
-    return Recording(
-        record,
-        recorder.writer.live,
-        graph,
-        granularity,
-        str(device_of(model)),
-        state_views=frozenset(filter(recorder.table.is_view_of_state, graph.written)),
-        returned=recorder.returned,
-        nodes_adding_loss=frozenset(name for name, note in notes if note.adds_loss),
-        nodes_taking_gradients=frozenset(name for name, note in notes if note.takes_gradients),
-        outputs_reaching=outputs_reaching(recorder.table.edges, graph.outputs),
-        seed=seed,
-        shared_draws=frozenset(name for name, note in notes if note.is_shared_draw),
-        python_draws=frozenset(name for name, note in notes if note.draws_with_python),
-        functions=functions,
-        enclosing=recorder.enclosing,
-        lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
-        size_reads=recorder.size_reads,
-        draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
-        constants=recorder.table.values_named(constants),
-        output_tensors=tuple(tensor.detach() for tensor in tensors_in(output)),
-    )
+def _constant_values(recorder: Recorder, state: Mapping[str, Tensor]) -> set[str]:
+    """The values that depend on no input, parameter, random number, or buffer that the forward writes.
 
-
-def _constant_values(model: nn.Module, recorder: Recorder) -> set[str]:
-    """The values that depend on no input, parameter, random number, or buffer that the forward writes."""
+    `state` has the buffers and plain tensors of the model after the forward.
+    """
     found: set[str] = set()
     written = {name for note in recorder.notes.values() for name in note.written_state}
     # A buffer that the forward replaces, as a counter, has another value next time.
-    kept = buffers_and_attributes(model)
-    constant = {name for name, tensor in recorder.table.buffers.items() if kept.get(name) is tensor} - written
+    constant = {name for name, tensor in recorder.table.buffers.items() if state.get(name) is tensor} - written
     for step in recorder.steps:
         if isinstance(step, Guard) or step.is_module or step.writes or recorder.notes[step.name].is_random:
             continue
@@ -259,18 +252,13 @@ def run_with_draws(
         # the call again in backward, where nothing seeds it.
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
-    blocks = set(recording.granularity.blocks(model))
-    recorder = Recorder(model, blocks, seed, seed.step_seed, recording.functions, keep_saved_tensors)
-    return _run_model(model, recorder, args, kwargs)
+    recorder = Recorder(model, recording.granularity, seed, seed.step_seed, recording.functions, keep_saved_tensors)
+    return _run_model(recorder, args, kwargs)
 
 
-def _run_model(
-    model: nn.Module,
-    recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the forward under the recorder; an error names the module in which it happened."""
+    model = recorder.model
     for name, leaf in named_inputs(model.forward, args, kwargs).items():
         if isinstance(leaf, Tensor):
             recorder.table.add(leaf, name)
@@ -281,9 +269,8 @@ def _run_model(
             intercept_functions(recorder.function_drew, recorder.functions.drawing),
             intercept_functions(recorder.function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
-            intercept_autograd_functions(recorder.function_applied),
-            intercept_scripted_functions(recorder.script_called),
-            intercept_transforms(recorder.transform_called),
+            intercept_functions_of_torch(recorder.function_applied, recorder.script_called),
+            replaced_entries(recorder.transform_called, TRANSFORMS),
             recorder,
         ):
             try:
@@ -314,21 +301,24 @@ def _without_unread_updates(steps: Iterable[Call | Guard], outputs: Tree) -> tup
     return tuple(reduced(step) if isinstance(step, Call) else step for step in steps)
 
 
-def _refuse_replaced_state(model: nn.Module, recorder: Recorder, constants: set[str]) -> None:
+def _refuse_replaced_state(recorder: Recorder, state: Mapping[str, Tensor], constants: set[str]) -> None:
     """Refuse a forward that assigns a new tensor to a parameter or buffer between its blocks.
 
     A buffer that is not saved may be assigned a constant: the recording computes it in every replay.
     """
     # A plain tensor attribute that is assigned in every forward matters only if the forward reads the old one.
     read = {name for step in recorder.steps for name in step.arg_states}
-    attributes = [(name, tensor) for name, tensor in buffers_and_attributes(model).items() if name in read]
+    model = recorder.model
+    attributes = [(name, tensor) for name, tensor in state.items() if name in read]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *attributes):
+        if id(tensor) in recorder.table.state:
+            continue
         value = recorder.table.name(tensor)
         path, _, attribute = name.rpartition(".")
         owner = model.get_submodule(path)
         is_saved = attribute in {*owner._parameters.keys(), *owner._buffers.keys()} - owner._non_persistent_buffers_set
         is_cached = value in constants and not is_saved
-        if id(tensor) not in recorder.table.state and value is not None and not is_cached:
+        if value is not None and not is_cached:
             raise CaptureError(
                 "a parameter or buffer is replaced during the forward",
                 name=name,

@@ -41,7 +41,7 @@ from penstock.capture.function_kinds import (
     writes_in_place,
 )
 from penstock.capture.functions import WholeFunction, WholeFunctions, enclosing_function
-from penstock.capture.granularity import outer_modules
+from penstock.capture.granularity import Granularity, outer_modules
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.random_draws import (
@@ -139,7 +139,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         model: nn.Module,
-        block_names: set[str],
+        granularity: Granularity,
         seed: DrawSeed,
         exposed_seed: int,
         functions: WholeFunctions,
@@ -151,6 +151,7 @@ class Recorder(TorchFunctionMode):
         (`random_draws.py`). Every call is run inside of a context that `around_calls` makes.
         """
         super().__init__()
+        self.model = model
         self.steps: list[Call | Guard] = []
         self.notes: dict[str, CallNote] = {}
         """by the name of the call"""
@@ -178,8 +179,7 @@ class Recorder(TorchFunctionMode):
         self._call_seeds = CallSeeds()
         self._rng_was_set = False
         """whether the model set torch's generator between two calls"""
-        self._block_names = block_names
-        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        self._block_names = granularity.find_blocks(model).keys()
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._scopes: list[str] = []
         """the opened modules whose forward is running, the innermost last"""
@@ -291,12 +291,14 @@ class Recorder(TorchFunctionMode):
             return self._inside_call(original, args, kwargs)
         return self._record(original, FunctionApply(cls), args, kwargs)
 
-    def transform_called(self, name: str, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """Handle a function that torch.vmap or torch.func transforms: one recorded call."""
+    def transform_called(self, original: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+        """Handle one of `TRANSFORMS`, the functions of torch that call a transformed function: one recorded call."""
         if self._is_paused or self._running is not None:
-            return original(function, *args, **kwargs)
+            return original(*args, **kwargs)
+        function, *args = args
         # Modes that the model entered inside the recorder, which a replay must enter again.
         modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        name = original.__name__.removesuffix("_impl")
         target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
         # In this first run the modes are active, so that it needs only the transform itself.
         return self._record(
@@ -375,7 +377,8 @@ class Recorder(TorchFunctionMode):
         """The error for a write that plain PyTorch would do twice: in the forward, and when backward recomputes it."""
         hint = "move the checkpoint into a submodule, and keep that whole (basic_blocks)"
         if self._scope:
-            hint = f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
+            kind = type(self.model.get_submodule(self._scope)).__name__
+            hint = f'basic_blocks=["{kind}"], which keeps the module with the checkpoint whole'
         return CaptureError(
             "a checkpoint between blocks contains a call that writes buffers, which plain PyTorch makes twice",
             module=self._scope or "the model",

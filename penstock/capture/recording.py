@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,6 @@ class Recording:
     """nodes that run autograd in their forward"""
     outputs_reaching: dict[str, frozenset[str]] = field(default_factory=dict)
     """for each value that requires a gradient, the outputs whose backward reaches it"""
-    volatile: frozenset[str] = frozenset()
-    """settings that the forward itself changes, so that a change does not make the recording invalid"""
     seed: DrawSeed = FIRST_SEED
     """the seed of its random numbers"""
     shared_draws: frozenset[str] = frozenset()
@@ -69,12 +67,6 @@ class Recording:
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
     """for each value whose size the model read: the module and the line that read it first"""
-    draws_in_python: bool = False
-    """whether anything in the forward, blocks included, drew from the global generators of Python or numpy"""
-    constants: tuple[Tensor, ...] = ()
-    """the values that depend on no input, weight or random number; only while recordings are compared"""
-    output_tensors: tuple[Tensor, ...] = ()
-    """the tensors of the output; only while recordings are compared"""
 
     @cached_property
     def written_inputs(self) -> frozenset[str]:
@@ -158,6 +150,16 @@ def _erased(tree: Tree) -> Any:
 # Comparing two recordings
 
 
+class RecordedForward(NamedTuple):
+    """A recording, with the tensors of its forward that are compared with those of a second one."""
+
+    recording: Recording
+    constants: tuple[Tensor, ...]
+    """the values that depend on no input, weight or random number"""
+    outputs: tuple[Tensor, ...]
+    """the tensors of the output"""
+
+
 def difference(first: Recording, second: Recording) -> CaptureError | None:
     """The error for the first difference between two recordings of the same batch; None if they are the same."""
     steps, others = first.record.steps, second.record.steps
@@ -209,18 +211,17 @@ def _not_repeatable(where: str, line: str = "") -> CaptureError:
     )
 
 
-def caches_constants(model: nn.Module, first: Recording, second: Recording) -> bool:
+def caches_constants(model: nn.Module, first: RecordedForward, second: RecordedForward) -> bool:
     """Whether the second forward differs from the first only in that it uses constants that the first computed.
 
     For example, tables of positions that the model, or a cached function, keeps. The first recording is then right:
     a replay computes them each time.
     """
     state = buffers_and_attributes(model)
-    steps, outputs = second.record.steps, second.record.outputs
-    names = (*states(outputs), *(name for step in steps for name in step.arg_states))
-    keys = (*object_keys(outputs), *(key for step in steps for key in step.arg_keys))
-    used = {*(id(state.get(name)) for name in names), *(id(second.live[key]) for key in keys)}
-    if used.isdisjoint(map(id, first.constants)) or first.graph.updates != second.graph.updates:
+    record, live = second.recording.record, second.recording.live
+    names = (*states(record.outputs), *(name for step in record.steps for name in step.arg_states))
+    keys = (*object_keys(record.outputs), *(key for step in record.steps for key in step.arg_keys))
+    used = {*(id(state.get(name)) for name in names), *(id(live[key]) for key in keys)}
+    if used.isdisjoint(map(id, first.constants)) or first.recording.graph.updates != second.recording.graph.updates:
         return False
-    tensors, others = first.output_tensors, second.output_tensors
-    return len(tensors) == len(others) and all(map(same_content, tensors, others))
+    return len(first.outputs) == len(second.outputs) and all(map(same_content, first.outputs, second.outputs))

@@ -6,8 +6,8 @@ the mask functions of Hugging Face models do; these are recorded as arguments.
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,15 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.overrides import TorchFunctionMode
 
+from penstock.capture.functions import Entry
 from penstock.ir import flatten_one_level, unflatten_one_level
 
-Handler = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_TRANSFORMS = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"))
-"""the functions that call a transformed function: it is their first argument"""
+TRANSFORMS: tuple[Entry, ...] = (
+    (vars(apis), "vmap_impl", apis.vmap_impl),
+    (vars(eager_transforms), "grad_impl", eager_transforms.grad_impl),
+    (vars(eager_transforms), "grad_and_value_impl", eager_transforms.grad_and_value_impl),
+)
+"""the functions of torch that call a transformed function: it is their first argument"""
 
 
 @dataclass(frozen=True)
@@ -98,23 +102,3 @@ def _constants(value: Any, seen: set[int]) -> Any:
     if container := flatten_one_level(value):
         return container.kind, repr(container.keys), tuple(_constants(item, seen) for item in container.items)
     return value if isinstance(value, bool | int | float | str | None) else type(value)
-
-
-@contextmanager
-def intercept_transforms(handler: Handler) -> Iterator[None]:
-    """Route calls of transformed functions through `handler(transform, original, function, args, kwargs)`."""
-
-    def replacement(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return handler(name.removesuffix("_impl"), original, function, args, kwargs)
-
-        return run
-
-    originals = [(module, name, getattr(module, name)) for module, name in _TRANSFORMS]
-    try:
-        for module, name, original in originals:
-            setattr(module, name, replacement(name, original))
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, copy_leaf, isolated, storage_id, tensors_in, without_accumulation_hooks
+from penstock.capture import Captured, Replay, copy_leaf, isolated, storage_id, tensors_in, without_accumulation_hooks
 from penstock.ir import Call, Graph, Node, prune_gradients, transform
 from penstock.stages import DeferredAccumulator, ForwardRun
 
@@ -70,7 +70,7 @@ class MeasuredModel:
         if node not in self._replays:
             nodes = [node, *self._makers_of_weight_views(values)]
             wanted = tuple(value.name for value in self.graph[node].makes if value.name in self._read)
-            replay = self._captured.replay(self._recording, nodes, self.model, wanted)
+            replay = Replay(self._recording, nodes, self.model, wanted)
             # With the recorded random numbers, on which control flow may depend.
             self._replays[node] = partial(replay.run, seed=self._recording.seed)
         # Nodes that depend on the inputs only may read their content; all others run on the meta device.
@@ -245,17 +245,6 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
 
 
 # Tensors and their storage
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operation."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        yield from tensors(list(value.values()))
 
 
 def bytes_behind(tensor: Tensor) -> int:

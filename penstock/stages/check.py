@@ -33,7 +33,7 @@ def check(captured: Captured, partition: Partition) -> None:
     if captured.is_meta:
         return
     args, kwargs = captured.other_batch()
-    if captured.has_shared_draws(args, kwargs):
+    if captured.recording(args, kwargs).shared_draws:
         seed = DrawSeed(_SEED)
         whole, stages = partial(captured.run_unsplit_with_draws, seed), StageSequence(captured, partition, seed=seed)
     else:

@@ -1,23 +1,27 @@
 """A stage: the piece of a model that one rank runs, as a module with the model's own names."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.capture import Captured, DrawSeed, LruCache, Recording, Replay, outer_modules
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Partition
+from penstock.ir import Partition
 from penstock.stages.cut_checks import check_guards, check_shared_memory
 from penstock.stages.deferral import Deferred, DeferredAccumulator
 from penstock.stages.ownership import Ownership
-from penstock.stages.recompute import Recompute
+from penstock.stages.recompute import recomputed
 
 Values = dict[str, Any]
 
 
 class Fit(NamedTuple):
-    """A partition fitted to a recording, by stage: the nodes that the stage runs, and the values that leave it."""
+    """A partition fitted to a recording, by stage: the nodes that the stage runs, and the values that leave it.
+
+    The outputs of the model leave the last stage.
+    """
 
     nodes: tuple[list[str], ...]
     leaving: list[tuple[str, ...]]
@@ -45,7 +49,11 @@ class PartitionedModel:
             partition = self._owners.fit(graph)
             check_guards(recording, partition)
             nodes = tuple([node.name for node in nodes] for nodes in partition.runs(graph))
-            return Fit(nodes, leaving_values(partition, graph))
+            leaving: list[dict[str, None]] = [{} for _ in nodes]
+            for crossing in partition.crossings(graph):
+                leaving[crossing.producer].update((value.name, None) for value in crossing.values)
+            leaving[-1].update(dict.fromkeys(graph.outputs))
+            return Fit(nodes, list(map(tuple, leaving)))
 
         return self._fits.get(recording, make)
 
@@ -141,17 +149,9 @@ class Stage(nn.Module):
                 hint = "capture and split again"
                 raise PartitionError("a module was replaced after the split", module=name, hint=hint)
         fit = self._partitioned.fit(recording)
-        wrap = Recompute(self, recording.graph) if self.recomputes else None
-        return captured.replay(recording, fit.nodes[self.stage_index], self, fit.leaving[self.stage_index], wrap)
-
-
-def leaving_values(partition: Partition, graph: Graph) -> list[tuple[str, ...]]:
-    """By stage, the values that it sends to others; of the last stage also the outputs of the model."""
-    leaving: list[dict[str, None]] = [{} for _ in range(partition.num_stages)]
-    for crossing in partition.crossings(graph):
-        leaving[crossing.producer].update((value.name, None) for value in crossing.values)
-    leaving[-1].update(dict.fromkeys(graph.outputs))
-    return list(map(tuple, leaving))
+        wrap = partial(recomputed, self, recording.graph) if self.recomputes else None
+        nodes, leaving = fit.nodes[self.stage_index], fit.leaving[self.stage_index]
+        return Replay(recording, nodes, self, leaving, captured.model, wrap)
 
 
 def register_by_name(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.capture import Replay
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from penstock.stages import StageSequence
@@ -85,7 +86,7 @@ def test_a_batch_that_the_model_cannot_take_is_refused():
 def test_a_decision_on_activations_is_a_guard_and_names_the_module():
     captured = penstock.capture(Deciding(), (BATCH,))
     recording = captured.recording((BATCH,), {})
-    replay = captured.replay(recording, names(captured), captured.model, captured.graph.outputs)
+    replay = Replay(recording, names(captured), captured.model, captured.graph.outputs)
     with pytest.raises(CaptureError, match=r"data-dependent control flow.*read by: bool, recorded: False, found: True"):
         replay.run({"x": BATCH * 1e6})
 

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.capture import Replay
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from penstock.stages import StageSequence
@@ -367,9 +368,7 @@ def test_what_a_reentrant_checkpoint_does_not_train_is_not_trained():
 
 def test_a_long_guard_value_is_abbreviated():
     captured = penstock.capture(Glued("a number read from the input"), (BATCH,))
-    replay = captured.replay(
-        captured.example_recording, [node.name for node in captured.graph.nodes], captured.model, ()
-    )
+    replay = Replay(captured.example_recording, [node.name for node in captured.graph.nodes], captured.model, ())
     with pytest.raises(CaptureError, match=r"recorded: [^,]{,64}, found: [^,]{,64}\)\ntry"):
         replay.run({"x": -BATCH})
 

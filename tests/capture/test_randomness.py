@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.capture import DrawSeed
+from penstock.capture import DrawSeed, Replay
 from penstock.partitioners import uniform
 from tests.capture.models import Stack
 
@@ -49,7 +49,7 @@ def run(captured, stages, seed, order=1):
     for number, nodes in enumerate(partition.runs(graph)):
         wanted = [v.name for c in partition.crossings(graph) if c.producer == number for v in c.values]
         wanted += graph.outputs if number == stages - 1 else ()
-        replay = captured.replay(captured.example_recording, [node.name for node in nodes], captured.model, wanted)
+        replay = Replay(captured.example_recording, [node.name for node in nodes], captured.model, wanted)
         torch.manual_seed(order * (number + 1))
         values |= replay.run(values, seed)
     return values["head"]
@@ -90,7 +90,7 @@ def test_another_seed_gives_other_numbers(seed):
 def test_calls_of_one_seed_draw_different_numbers():
     model = nn.Sequential(*(nn.Dropout(0.5) for _ in range(4)))
     captured = penstock.capture(model, (torch.ones(64),))
-    replay = captured.replay(captured.example_recording, ["0", "1", "2"], model, ("0", "1", "2"))
+    replay = Replay(captured.example_recording, ["0", "1", "2"], model, ("0", "1", "2"))
     found = replay.run({"input": torch.ones(64)}, seed=DrawSeed(1))
     assert (found["2"] > 0).sum() < (found["1"] > 0).sum() < (found["0"] > 0).sum()
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.capture import Replay
 
 SHARED = {"factor": 2.0}
 
@@ -92,7 +93,7 @@ def test_a_changed_setting_is_recorded_again(glue, change):
     change(model)
     recording = captured.recording((x,), {})
     assert recording is not captured.example_recording
-    found = captured.replay(recording, [node.name for node in recording.graph.nodes], model, recording.graph.outputs)
+    found = Replay(recording, [node.name for node in recording.graph.nodes], model, recording.graph.outputs)
     (output,) = found.run(captured.inputs((x,), {})).values()
     assert torch.equal(output, model(x))
 

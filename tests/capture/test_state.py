@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
+from penstock.capture import Replay
 from penstock.errors import CaptureError, PartitionError
 from penstock.ir import Update
 from penstock.partitioners import cut_at, cut_before, cut_places, uniform
@@ -89,7 +90,7 @@ class Ranks:
         wanted = [v.name for c in self.partition.crossings(graph) if c.producer == index for v in c.values]
         wanted += graph.outputs if index == self.partition.num_stages - 1 else ()
         nodes = [node.name for node in self.partition.runs(graph)[index]]
-        return captured.replay(captured.example_recording, nodes, model, wanted)
+        return Replay(captured.example_recording, nodes, model, wanted)
 
     def __call__(self, x):
         values = {"x": x}
@@ -119,7 +120,7 @@ def test_stages_train_like_a_model_that_writes_its_state(way, depth):
 def test_microbatches_that_are_under_way_keep_what_they_read():
     model = Writing(*WRITES["a counter"])
     captured = penstock.capture(model, (BATCH,))
-    replay = captured.replay(captured.example_recording, [node.name for node in captured.graph.nodes], model, ("head",))
+    replay = Replay(captured.example_recording, [node.name for node in captured.graph.nodes], model, ("head",))
     first, second = (replay.run({"x": BATCH})["head"] for _ in range(2))
     second.sum().backward()
     first.sum().backward()
