@@ -7,20 +7,19 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import MODULE_ATTRIBUTES, code_origin, device_of, object_items
+from penstock.capture import MODULE_ATTRIBUTES, code_lines, code_origin, device_of, object_items
 from penstock.ir import Container, Graph, Node, ObjectRef, Ref, State, Tree
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import Memory
 from penstock.measure.timing import device_name
 
-_METHOD = 3
+_METHOD = 4
 """increased when the method of measuring changes: then cached profiles are not used any more"""
 _INDEX_NAMES = re.compile(r"_?((layer|block|stage|module)_?(idx|index|id|number|num|i)|idx|index)")
 """attributes in which modules keep their own position: without them, no two layers would be equal"""
@@ -165,7 +164,7 @@ class Describer:
         if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
             return f"{name}({', '.join(f'{key}: {self.value(item, depth - 1)}' for key, item in value.items())})"
         if inspect.isfunction(value):
-            name += f" {value.__qualname__} {_code_digest(value.__code__)}"
+            name += f" {value.__qualname__} {_digest(code_lines(value.__code__))}"
         elif inspect.ismethod(value):
             # Not the object that it is bound to, which may be the model.
             return f"{name}({self.value(value.__func__, depth - 1)})"
@@ -203,7 +202,7 @@ def _class_name(kind: type) -> str:
 def _class_source(kind: type) -> str:
     """The code of a class, and of its file, as the class may call functions beside it."""
     functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
-    methods = _digest(_code_digest(function.__code__) for function in functions)
+    methods = _digest(line for function in functions for line in code_lines(function.__code__))
     path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return f"{_class_name(kind)} {methods} {_file_digest(path)}"
 
@@ -216,16 +215,6 @@ def _file_digest(path: str) -> str:
             return hashlib.sha256(file.read()).hexdigest()
     except OSError:
         return ""
-
-
-def _code_digest(code: CodeType) -> str:
-    return _digest((code.co_code.hex(), *map(_constant, code.co_consts), *code.co_names))
-
-
-def _constant(value: object) -> str:
-    if isinstance(value, CodeType):
-        return _code_digest(value)
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.capture import DispatchMode, storage_id
+from penstock.capture import DispatchMode, storage_id, tensors_in
 from penstock.ir import SavedTensors
-from penstock.measure.measured_model import NodeVisit, tensors
+from penstock.measure.measured_model import NodeVisit
 
 StorageNumbers = dict[str, int | None]
 _ANCHOR = torch.zeros(0, requires_grad=True)
@@ -118,10 +118,10 @@ class AllocationTracker(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._track(tensor, is_own=False)
         result = func(*args, **kwargs)
-        for tensor in tensors(result):
+        for tensor in tensors_in(result):
             self._track(tensor, is_own=True)
         return result
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.capture import DispatchMode, dtype_name, storage_id
+from penstock.capture import DispatchMode, dtype_name, storage_id, tensors_in
 from penstock.ir import DeviceSpeed
-from penstock.measure.measured_model import storage_ids, tensors
+from penstock.measure.measured_model import storage_ids
 
 _ATEN = torch.ops.aten
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,7 +59,7 @@ class WorkCounter(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        packet, given, made = func._overloadpacket, list(tensors((args, kwargs))), list(tensors(result))
+        packet, given, made = func._overloadpacket, tensors_in((args, kwargs)), tensors_in(result)
         # An operation that writes nothing and returns only views of its arguments costs nothing.
         is_view = bool(made) and storage_ids(given).issuperset(map(storage_id, made))
         if packet not in _ALLOCATING and (func._schema.is_mutable or not is_view):
