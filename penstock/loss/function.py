@@ -74,10 +74,9 @@ class LossFunction:
         """whether it can be called without precautions: it draws no random numbers, has no state that a call changes,
         does not write into its arguments and is not compiled"""
 
-    def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> "LossFunction":
+    def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> None:
         """Set the microbatches of a step, and the output of one of them, which has `size` samples."""
         self.microbatches, self._output, self._size = microbatches, output, size
-        return self
 
     def end(self) -> None:
         """Release the tensors of the step."""

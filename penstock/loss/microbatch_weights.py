@@ -3,7 +3,7 @@
 The formula of the weights is `Count.weights_of` in reductions.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,9 +143,8 @@ class LossWeights:
             if inputs.columns is not None and reference.columns is not None:
                 output = repeat_positions(output, inputs.size, inputs.columns.length, reference.columns.length)
             try:
-                self._find_weights(
-                    step, lambda microbatches: function.begin(microbatches, output, inputs.size), _FUNCTION
-                )
+                function.begin(self._probed_microbatches(step), output, inputs.size)
+                self._find_weights(step, function, _FUNCTION)
             finally:
                 function.end()
 
@@ -153,15 +152,10 @@ class LossWeights:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
         if step.weights is None:
             index = longest(step.microbatches)
-            recording = step.recordings[index]
-            made: list[ModelLoss] = []
-
-            def make_loss(microbatches: Sequence[Microbatch]) -> ProbedLoss:
-                made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name, index))
-                return made[0]
-
-            self._find_weights(step, make_loss, recording.structure_hash)
-            mixed_inputs = made[0].mixed_inputs
+            recording, microbatches = step.recordings[index], self._probed_microbatches(step)
+            loss = ModelLoss(self._captured, recording, microbatches, self._remote, self._name, index)
+            self._find_weights(step, loss, recording.structure_hash)
+            mixed_inputs = loss.mixed_inputs
             if mixed_inputs is not None:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.
                 model = self._captured.model
@@ -264,18 +258,21 @@ class LossWeights:
         # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
         return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 
-    def _find_weights(self, step: LossStep, make_loss: Callable[[Sequence[Microbatch]], ProbedLoss], key: str) -> None:
-        """Find the weights of a step. `make_loss` is given its microbatches, and `key` is that of the decision."""
-        self._num_steps += step.is_training
+    def _probed_microbatches(self, step: LossStep) -> list[Microbatch]:
+        """The microbatches of a step, and among replicas a sample that is the same on all of them."""
         # With the columns of the longest microbatch all samples are complete, and can be joined.
         microbatches = list(with_columns_of(step.microbatches, longest(step.microbatches)))
-        is_replicated = self.replicas.count > 1
-        if is_replicated:
+        if self.replicas.count > 1:
             # Weights among the microbatches of one replica do not determine weights among all. A sample that is the
             # same on every replica does, because all weights can be expressed relative to its own.
             microbatches.append(reference_sample(microbatches[0]))
-        loss = make_loss(microbatches)
-        pieces = [(loss.tensors(microbatch), microbatch.size) for microbatch in microbatches]
+        return microbatches
+
+    def _find_weights(self, step: LossStep, loss: ProbedLoss, key: str) -> None:
+        """Find the weights of a step. `loss` has its probed microbatches, and `key` is that of the decision."""
+        self._num_steps += step.is_training
+        is_replicated = self.replicas.count > 1
+        pieces = [(loss.tensors(microbatch), microbatch.size) for microbatch in loss.microbatches]
         own_pieces = pieces[: len(step.microbatches)]
         if self._function is not None and self._remote and self._num_steps <= 1:
             self._function.refuse_remote_parameters()

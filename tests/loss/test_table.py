@@ -145,7 +145,8 @@ def test_pairs_of_microbatches_are_enough_for_most(microbatches: int, monkeypatc
     for name, row in TABLE.items():
         y = MODEL(X).detach().requires_grad_()
         pieces = BatchSplitter(lambda x: None).split(Batch((X,), {}, row.target), microbatches)
-        source = LossFunction(row.loss_fn, {}).begin(pieces, y[: sizes[0]], sizes[0])
+        source = LossFunction(row.loss_fn, {})
+        source.begin(pieces, y[: sizes[0]], sizes[0])
         decision, weights = decide(source, [(source.tensors(piece), piece.size) for piece in pieces], 1)
         if decision.problem:
             warned.add(name)
