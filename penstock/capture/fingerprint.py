@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from penstock.capture.granularity import Granularity
 from penstock.capture.objects import (
     MODULE_ATTRIBUTES,
-    PLAIN_TYPE_SET,
     PLAIN_TYPES,
     class_functions,
     code_origin,
@@ -137,7 +136,7 @@ def _settings(blocks: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[
     for path, block in blocks.items():
         for name, value in vars(block).items():
             # Code outside a block seldom reads more of it than plain values, and many blocks cache objects inside.
-            if type(value) in PLAIN_TYPE_SET and name not in MODULE_ATTRIBUTES:
+            if type(value) in PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
                 settings[f"{path}.{name}"] = type(value), value
     return settings | referenced_globals(dict.fromkeys(map(type, opened)))
 

@@ -22,8 +22,7 @@ from penstock.ir import (
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """the attributes that every nn.Module has: parameters, buffers, submodules, hooks, `training`"""
-PLAIN_TYPES = (bool, int, float, str, type(None))
-PLAIN_TYPE_SET = frozenset(PLAIN_TYPES)
+PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 
 _LIBRARIES = frozenset(("torchvision", "numpy", "transformers", "peft", "accelerate"))
 
@@ -192,9 +191,9 @@ def _objects_in(value: object) -> Iterator[Any]:
         return
     items = value.values() if isinstance(value, dict) else value
     # Decided at once: a vocabulary has hundreds of thousands of items.
-    if not PLAIN_TYPE_SET.issuperset(map(type, items)):
+    if not PLAIN_TYPES.issuperset(map(type, items)):
         for item in items:
-            if type(item) not in PLAIN_TYPE_SET:
+            if type(item) not in PLAIN_TYPES:
                 yield from _objects_in(item)
 
 

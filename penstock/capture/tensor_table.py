@@ -77,7 +77,8 @@ class TensorTable:
     def rename_written(self, call: str, written: list[Tensor]) -> tuple[tuple[str, str], ...]:
         """Give new names to values that a call wrote in place and all that share their memory; (new, old) pairs."""
         writes: list[tuple[str, str]] = []
-        for tensor in {id(alias): alias for each in written for alias in self.values_sharing(each)}.values():
+        sharing = (self._values_by_storage.get(storage_id(tensor), ()) for tensor in written)
+        for tensor in {id(alias): alias for aliases in sharing for alias in aliases}.values():
             old, new = self.name(tensor), f"{call}!{len(writes)}"
             if old is not None and id(tensor) not in self.state:
                 self.add(tensor, new)
@@ -98,10 +99,6 @@ class TensorTable:
     def values_named(self, names: Collection[str]) -> tuple[Tensor, ...]:
         """The tensors of the values with these names."""
         return tuple(tensor for tensor, name in self._values.values() if name in names)
-
-    def values_sharing(self, tensor: Tensor) -> list[Tensor]:
-        """All values in the memory of a tensor, itself included if it is a value."""
-        return self._values_by_storage.get(storage_id(tensor), [])
 
     def state_sharing(self, tensor: Tensor) -> list[Tensor]:
         """All state in the memory of a tensor, itself included if it is state."""

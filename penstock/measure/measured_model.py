@@ -109,7 +109,7 @@ class MeasuredModel:
         They run with the node that reads them: the gradient of a parameter is deferred only through its views.
         """
         for name, value in values.items():
-            is_view = isinstance(value, Tensor) and storage_id(value) in self._weights
+            is_view = isinstance(value, Tensor) and storage_id(value) in self.weight_storage
             if is_view and self._depends_on_weights_only(name):
                 yield from self._makers(name)
 
@@ -124,7 +124,8 @@ class MeasuredModel:
             yield from self._makers(name)
 
     @cached_property
-    def _weights(self) -> set[int]:
+    def weight_storage(self) -> set[int]:
+        """The ids of the storage of all parameters."""
         return storage_ids(self.model.parameters())
 
     def prepare_whole(self) -> Callable[[], list[Tensor]]:
@@ -223,7 +224,7 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
     """
     graph, model, values = subject.graph, subject.model, subject.inputs()
     last_readers = {name: node.name for node in graph.nodes for name in node.reads}
-    weights = storage_ids(model.parameters())
+    weights = subject.weight_storage
     state = weights | storage_ids(model.buffers())
     sizes: dict[str, int] = {}
     for node in graph.nodes:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, mm, nn
 from torch.nn import functional
 
-from penstock.stages.deferral import ComputeGradients, Deferral, DeferringFunction
+from penstock.stages.deferral import Deferral, DeferringFunction
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _VIEWS = frozenset(
@@ -85,16 +85,21 @@ def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> 
 
 
 def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if call is functional.linear:
-        gradients = _LINEAR
-    else:
-        gradients = _MATRIX if weight.is_contiguous() else _TRANSPOSED_MATRIX
+    is_linear, is_contiguous, has_bias = call is functional.linear, weight.is_contiguous(), _can_defer_bias(bias)
+
+    def gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        if is_linear:
+            of_weight = mm(gradient.t(), x)
+        else:
+            # Autograd computes the gradient of a transposed matrix transposed.
+            of_weight = mm(x.t(), gradient) if is_contiguous else mm(gradient.t(), x).t()
+        return (of_weight, gradient.sum(0)) if has_bias else (of_weight,)
+
     x, detached = _autocast(x, weight.detach())
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-    if bias is not None and _can_defer_bias(bias):
-        result = deferral.defer(call(rows, detached, bias.detach()), rows, (weight, bias), gradients.weight_and_bias)
-    else:
-        result = deferral.defer(call(rows, detached, bias), rows, (weight,), gradients.weight)
+    weights = (weight, bias) if bias is not None and has_bias else (weight,)
+    added = bias.detach() if bias is not None and has_bias else bias
+    result = deferral.defer(call(rows, detached, added), rows, weights, gradients)
     return result if rows is x else result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -109,28 +114,6 @@ def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x, weight)  # type: ignore[arg-type]
-
-
-class _ProductGradients(NamedTuple):
-    """The gradients of the weights of a product."""
-
-    weight: ComputeGradients
-    weight_and_bias: ComputeGradients
-
-
-_LINEAR = _ProductGradients(
-    lambda x, gradient: (mm(gradient.t(), x),),
-    lambda x, gradient: (mm(gradient.t(), x), gradient.sum(0)),
-)
-_MATRIX = _ProductGradients(
-    lambda x, gradient: (mm(x.t(), gradient),),
-    lambda x, gradient: (mm(x.t(), gradient), gradient.sum(0)),
-)
-# Autograd computes the gradient of a transposed matrix transposed.
-_TRANSPOSED_MATRIX = _ProductGradients(
-    lambda x, gradient: (mm(gradient.t(), x).t(),),
-    lambda x, gradient: (mm(gradient.t(), x).t(), gradient.sum(0)),
-)
 
 
 def grouped_mm(deferral: Deferral, x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor | None:
