@@ -210,9 +210,9 @@ class Captured:
             is_first = recording is not None and recording is candidates[batch.signature][0]
             if recording is None:
                 num_missing -= 1
-                recording = self._record(batch, fingerprint)
                 # Recording may open blocks and find volatile settings, which changes the fingerprint.
-                fingerprint, candidates = self._fingerprint(), {}
+                recording, fingerprint = self._record(batch, fingerprint)
+                candidates = {}
             self._last_used.find(recording)  # Marks it as used.
             if recording.written_inputs:
                 _refuse_shared_inputs(batch.inputs, recording.written_inputs)
@@ -258,7 +258,8 @@ class Captured:
         # A class that has become a container since a recording is taken apart in its calls from now on.
         return settings, num_registered()
 
-    def _record(self, batch: NamedBatch, fingerprint: Any) -> Recording:
+    def _record(self, batch: NamedBatch, fingerprint: Any) -> tuple[Recording, Any]:
+        """Record a batch and keep the recording; returns it and the fingerprint with which it was kept."""
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
@@ -268,14 +269,15 @@ class Captured:
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
         self._volatile |= volatile
-        key = (batch.signature, self._fingerprint())
+        fingerprint = self._fingerprint()
+        key = (batch.signature, fingerprint)
         self._recordings.setdefault(key, []).append(made)
-        self._known_hashes.put((key[1], made.structure_hash), None)
+        self._known_hashes.put((fingerprint, made.structure_hash), None)
         for evicted_key, evicted in self._last_used.put(made, (key, made)):
             self._recordings[evicted_key].remove(evicted)
             if not self._recordings[evicted_key]:
                 del self._recordings[evicted_key]
-        return made
+        return made, fingerprint
 
     def _make_recording(
         self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed

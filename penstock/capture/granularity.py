@@ -66,7 +66,7 @@ class Granularity:
         """The blocks of a model by name; raises a CaptureError if a basic block is not in it or has no forward."""
         found = self.find_blocks(model)
         modules: dict[object, nn.Module] = {}
-        for name, module in model.named_modules():
+        for name, module in model.named_modules() if self.basic_blocks else ():
             for key in (name, type(module), type(module).__name__):
                 modules.setdefault(key, module)
         for block in self.basic_blocks:
