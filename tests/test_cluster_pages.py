@@ -20,7 +20,7 @@ import torch.distributed as dist
 import yaml
 
 import penstock
-from penstock.api.launch_environment import check_variables
+from penstock.api.doctor import check_variables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("gpus.md", "two_nodes.md", "slurm.md", "kubernetes.md", "ray.md")

@@ -14,6 +14,6 @@ check.py                 check: one step compared with the unsplit model
 train_loop.py            fit: the training loop; train_options.py has its options, step_logs.py its logs
 report.py                report: a plan or a run as an HTML page, with advice
 pipe_model.py            pipe_model: capture, measure and partition in one call
-doctor.py                checks of this machine; launch_environment.py checks what a launcher has set
+doctor.py                checks of this machine, and of what a launcher has set
 progress.py              a progress bar
 """

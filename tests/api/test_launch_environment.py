@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import typer
 
-from penstock.api.launch_environment import Finding, Launched, check_launch, check_variables, compare_ranks
+from penstock.api.doctor import Finding, Launched, check_launch, check_variables, compare_ranks
 from penstock.cli.doctor import doctor
 
 GOOD = {
