@@ -181,7 +181,8 @@ def check_variables(environment: Mapping[str, str], num_devices: int) -> Iterato
     rank, world, local, local_world = (_number(environment.get(name)) for name in names)
     if rank is None or world is None or not 0 <= rank < world:
         warning = "RANK must be a whole number from 0 to WORLD_SIZE - 1"
-        yield finding._replace(warning=warning, hint="the same WORLD_SIZE and a RANK of its own for each", is_fatal=True)
+        hint = "the same WORLD_SIZE and a RANK of its own for each"
+        yield finding._replace(warning=warning, hint=hint, is_fatal=True)
         return
     yield finding
     yield _address(environment, world, local_world)

@@ -51,23 +51,6 @@ from penstock.schedules import build
 _FORMATS = ("compute_only", "compute_comms")
 
 
-@dataclass
-class _Step:
-    """The microbatches of the current step on this rank, and its outputs."""
-
-    is_training: bool
-    keeps_outputs: bool
-    args: list[tuple[Any, ...]]
-    kwargs: list[dict[str, Any]]
-    num_samples: int | None
-    """of the inputs of this rank; None if they do not show it"""
-    targets: tuple[Microbatch, ...] | None = None
-    target_rows: list[int] = field(default_factory=list)
-    """the different numbers of rows of the tensors in the target"""
-    losses: list[Tensor] | None = None
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-
 class _StepArguments(NamedTuple):
     """The arguments of a call of `step` or `eval` on this rank."""
 
@@ -77,6 +60,21 @@ class _StepArguments(NamedTuple):
     losses: list[Any] | None
     keeps_outputs: bool
     loss_kwargs: dict[str, Any]
+
+
+@dataclass
+class _Step:
+    """The microbatches of the current step on this rank, and its outputs."""
+
+    given: _StepArguments
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    num_samples: int | None
+    """of the inputs of this rank; None if they do not show it"""
+    targets: tuple[Microbatch, ...] | None = None
+    target_rows: list[int] = field(default_factory=list)
+    """the different numbers of rows of the tensors in the target"""
+    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 class _PipelineSchedule:
@@ -263,7 +261,7 @@ class _PipelineSchedule:
                 raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
             program = self._program(is_training)
             self._check_arguments(given, last, is_training)
-            step = self._split(given, last, is_training)
+            step = self._split(given, last)
             digest = self._digest(step)
         # Only the first stage is given all samples; a rank without them must not affect the maximum.
         has_samples = step.num_samples is not None and any(stage.is_first for stage in self._stages)
@@ -280,7 +278,7 @@ class _PipelineSchedule:
             step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
         return program, step, tuple(digest for digest, *_ in contents)
 
-    def _split(self, given: _StepArguments, last: PipelineStage | None, is_training: bool) -> _Step:
+    def _split(self, given: _StepArguments, last: PipelineStage | None) -> _Step:
         """Split the inputs and the target of this rank into microbatches.
 
         The target is split into even parts: the number of samples may be known only on another rank. That finds all
@@ -297,7 +295,7 @@ class _PipelineSchedule:
             for parts in zip(arg_mbs, kwarg_mbs, strict=True) if stage.is_first else ():
                 stage.check_microbatch(*parts)
         samples = num_samples(own_args, specs) or num_samples(given.kwargs, self._kwargs_chunk_spec)
-        step = _Step(is_training, given.keeps_outputs, arg_mbs, kwarg_mbs, samples, losses=given.losses)
+        step = _Step(given, arg_mbs, kwarg_mbs, samples)
         if last is not None and given.target is not None and self._loss is not None:
             step.targets, step.target_rows = split_target(given.target, None, count), target_rows(given.target)
             if len(step.target_rows) >= MAX_CONTENT:
@@ -334,7 +332,7 @@ class _PipelineSchedule:
         step = self._step
         assert step is not None
         targets = None if step.targets is None else [microbatch.target for microbatch in step.targets]
-        return _PipelineContext(self, step.args, step.kwargs, targets, step.losses)
+        return _PipelineContext(self, step.args, step.kwargs, targets, step.given.losses)
 
     def _set_order(self, order: Schedule | Program) -> None:
         """Use these orders in later steps; raises a ScheduleError if they do not fit the stages."""
@@ -435,7 +433,7 @@ class _ScheduleStage(UserStage):
             values = sent_values(output)
             stage.check_values(values, stage.output_args, "outputs")
             return StageOutput(values)
-        if step.keeps_outputs:
+        if step.given.keeps_outputs:
             step.outputs[microbatch] = transform(output, _detached)
         if loss is None or step.targets is None:
             return StageOutput(())
