@@ -56,7 +56,7 @@ def plan_together(
     if mesh is not None and group is not None:
         raise RunError("group and mesh must not both be given", hint="leave out one of them")
     ranks = dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist()
-    _, num_replicas = (len(ranks), 1) if mesh is None else mesh_sizes(mesh)
+    num_replicas = 1 if mesh is None else mesh_sizes(mesh)[1]
     is_first = dist.get_rank() == ranks[0]
     # A separate group, because planning may take longer than the timeout of the training group.
     control = dist.new_group(ranks, _GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)

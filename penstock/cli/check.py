@@ -80,9 +80,9 @@ def check(
         values = {name: str(value) for name, value in error.values.items()}
         print_json({"proven": False, "problem": error.problem, **values})
         raise typer.Exit(BAD_INPUT) from None
-    granularity = {"depth": depth, "basic_blocks": block or ()}
+    options = {"depth": depth, "basic_blocks": block or ()}
     with nullcontext() if data is None else loss_example(loss, data) as given:
-        report = _compare(record, model, example, granularity, given) if model else None
+        report = _compare(record, model, example, options, given) if model else None
     if as_json:
         sizes = {
             "ranks": orders.num_ranks,
@@ -103,9 +103,9 @@ def check(
 
 
 def _compare(
-    record: Any, model: str, example: Example, granularity: dict[str, Any], given: LossExample | None
+    record: Any, model: str, example: Example, options: dict[str, Any], given: LossExample | None
 ) -> "ParityReport":
-    """Run `penstock.check` on the given batch and loss, by default on the batch of the model.
+    """Run `penstock.check` with some options on the given batch and loss, by default on the batch of the model.
 
     A model that returns no loss gets the mean of its squared outputs as loss.
     """
@@ -120,13 +120,12 @@ def _compare(
     problem = "the model failed on the batch"
     with build_model(model, example) as (module, args, kwargs), user_errors(problem, source_of(model), CaptureError):
         if given is not None:
-            args, kwargs, granularity["target"] = given.batch
-            granularity["loss_fn"] = given.function
+            args, kwargs, target = given.batch
+            options = options | {"target": target, "loss_fn": given.function}
         try:
-            return penstock.check(module, record, args, kwargs, **granularity)
+            return penstock.check(module, record, args, kwargs, **options)
         except NoLossError:
-            granularity.pop("loss_fn", None)
-            return penstock.check(module, record, args, kwargs, loss_fn=_mean_square, **granularity)
+            return penstock.check(module, record, args, kwargs, **options | {"loss_fn": _mean_square})
 
 
 def _mean_square(output: Any, target: Any) -> Any:

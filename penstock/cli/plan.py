@@ -330,8 +330,8 @@ def plan(
             dist.destroy_process_group()
     else:
         best = make_plan(target, options, example, machine=machine, by_module=emit, state=state)
-    if results.emit:
-        _emit(best, results.emit, out, as_json)
+    if emit:
+        _emit(best, emit, out, as_json)
     else:
         if as_json:
             print_json(json.loads(to_json(best)))
