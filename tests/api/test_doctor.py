@@ -1,4 +1,4 @@
-"""The environment of a launch is checked: variables alone, and against the other ranks."""
+"""The doctor checks the environment of a launch: variables alone, and against the other ranks."""
 
 import socket
 from collections.abc import Sequence
