@@ -61,8 +61,8 @@ def check_execution(mesh: object, local: object, parallelize_fn: object) -> None
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
         raise RunError("mesh must be a DeviceMesh", got=shown(mesh), hint=hint)
-    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and TENSOR in names and mesh[TENSOR].size() > 1:
+    has_tensor_axis = mesh is not None and TENSOR in (mesh.mesh_dim_names or ())
+    if parallelize_fn is None and has_tensor_axis and mesh[TENSOR].size() > 1:
         hint = "a parallelize_fn that calls parallelize_module(stage, mesh['tp'], ...), or an axis 'dp' of replicas"
         raise RunError("an axis 'tp' needs a parallelize_fn, which splits the stages along it", hint=hint)
     if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):

@@ -316,7 +316,7 @@ def _messages(store: Any, rank: int, world: int, timeout: timedelta) -> Finding:
     """Whether the ranks reach each other: one all-reduce over gloo, which connects all pairs."""
     try:
         # Not the default group, which the caller may have.
-        group = dist.ProcessGroupGloo(dist.PrefixStore(_KEY, store), rank, world, timeout=timeout)  # type: ignore[attr-defined]
+        group = dist.ProcessGroupGloo(dist.PrefixStore(_KEY, store), rank, world, timeout=timeout)
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
         hint = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME: the interface that connects the hosts, such as eth0"

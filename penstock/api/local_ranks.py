@@ -197,7 +197,6 @@ def _run_rounds(plan: Plan) -> tuple[list[_Round], tuple[MessageCpu, ...]]:
         pipe.step(batch, target=batch)
         seconds = time.perf_counter() - start
         trace = pipe.step(batch, target=batch, record=True).trace
-        assert trace is not None
         rounds.append(_Round(seconds, trace, _run_alone(model[rank], batch[:_SAMPLES], is_last=rank == 1)))
     return rounds, measure_copies()
 

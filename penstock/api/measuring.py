@@ -142,7 +142,7 @@ def _check_arguments(
     count = as_int(iterations)
     if count is None or count < 1:
         raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
-    if not is_finite(budget) or budget < 0:  # type: ignore[operator]  # a number by now
+    if not is_finite(budget) or budget < 0:
         raise CostError("budget must be 0 seconds or more", budget=repr(budget))
     if not (loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))):
         raise CostError("loss_fn must be a function", got=repr(loss_fn), hint="a function of output and target")

@@ -172,7 +172,7 @@ class Pipeline:
         self._loss_head = LossHead(part.captured, loss_weights, plan.partition, scaler)
         self.optimizer: Optimizer | None = None
         """the optimizer of an asynchronous pipeline, which updates the weights inside `step`"""
-        if staleness is not None and optimizer is not None:
+        if staleness is not None:
             if groups.peers is not None:
                 raise RunError("an asynchronous pipeline has no replicas", hint='a mesh with the axis "pp" only')
             self.optimizer = make_optimizer(optimizer, part, plan, staleness)
@@ -186,7 +186,7 @@ class Pipeline:
     def _make_engine(self) -> Engine:
         """The engine for the current plan."""
         part, head, options, split = self._part, self._loss_head, self._options, self._split
-        if self._staleness is None or self.optimizer is None:
+        if self.optimizer is None:
             return Engine(part, self.plan, self._sync, head, options, self._inputs, split)
         return AsyncEngine(part, self.plan, self._sync, head, options, self.optimizer, self._staleness, split=split)
 
@@ -597,7 +597,7 @@ class Pipeline:
         optimizer = self._own_optimizer(optimizer)
         request = SyncRequest("save", self.num_steps)
         try:
-            options = CheckpointOptions(path, keep=keep, asynchronous=asynchronous)  # type: ignore[arg-type]
+            options = CheckpointOptions(path, keep=keep, asynchronous=asynchronous)
         except CheckpointError as error:
             self._sync.refuse(request, error)
             raise
@@ -729,7 +729,7 @@ class Pipeline:
         if not is_finite(value):
             error = RunError("scale must be a finite number", got=shown(scale), hint="scale=1/n for n steps per update")
             self._refuse("step", error)
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def _checked_options(
         self, call: str, target: object, return_outputs: object, losses: object, budget_tokens: object
@@ -805,7 +805,7 @@ class Pipeline:
             return self._output_dims
         check_output_dims(given)
         is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
-        return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]
+        return {**self._output_dims, **given} if is_both else given
 
     def _own_optimizer(self, given: Any) -> Any:
         """The optimizer to save or load: that of an asynchronous pipeline, which no other may replace."""

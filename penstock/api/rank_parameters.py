@@ -85,7 +85,7 @@ def _watch_torch() -> None:
             parameters = (each for each in given) if isinstance(parameters, GeneratorType) else given
         return clip(parameters, *args, **kwargs)
 
-    clip_grad_norm_.is_watched = True  # type: ignore[attr-defined]
+    clip_grad_norm_.is_watched = True
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
     update = AveragedModel.update_parameters
 
@@ -96,7 +96,7 @@ def _watch_torch() -> None:
             stale.check(model, "average pipe.named_parameters() on every rank")
         update(self, model)
 
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+    AveragedModel.update_parameters = update_parameters
     register_optimizer_step_pre_hook(_refuse_lbfgs)
 
 

@@ -230,7 +230,7 @@ class _Loop:
                     "steps must be above the number of steps that the pipeline has taken",
                     steps=options.steps,
                     taken=self._step,
-                    hint=f"steps={self._step + (options.steps or 0)}, or a new Pipeline",
+                    hint=f"steps={self._step + options.steps}, or a new Pipeline",
                 )
             is_stopped = False
             while options.num_left(self._step) != 0 and not is_stopped:
@@ -331,7 +331,6 @@ class _Loop:
                 # A skipped step is reported in its log line.
                 warnings.filterwarnings("ignore", "loss or gradient is NaN or Inf", PenstockWarning)
                 result = pipe.step(*own.args, target=own.target, record=True, **options, **self._budget, **own.kwargs)
-            assert result.loss is not None  # step raises without a loss
             loss += float(result.loss)
             skipped = result.skipped.partition("\n")[0]
             if skipped:

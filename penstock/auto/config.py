@@ -165,7 +165,6 @@ class AutoPipelineConfig:
         if given and self.moe_mesh is None:
             raise PlanError("expert axes need moe_mesh", hint="moe_mesh=...", **given)
         for field, value in given.items():
-            assert self.moe_mesh is not None
             _check_axes(self.moe_mesh, "moe_mesh", field, (value,) if isinstance(value, str) else tuple(value))
 
     def _check_choices(self) -> None:

@@ -210,7 +210,7 @@ class AutoPipeline:
         if loss_fn is not None and takes_logits:
             wrapped = lambda output, target: loss_fn(_logits(output), target)  # noqa: E731
             # The Pipeline trains the parameters of a loss function that is a module.
-            wrapped.__wrapped__ = loss_fn  # type: ignore[attr-defined]
+            wrapped.__wrapped__ = loss_fn
         pipeline = Pipeline(
             model,
             plan,
@@ -229,7 +229,7 @@ class AutoPipeline:
         else:
             # The text of a CSV may be given in place of its path.
             title = "a CSV" if "\n" in str(csv) else Path(csv).name
-        stages = [StageInfo(int(part.stage_index), plan.num_stages, part) for part in parts]  # type: ignore[arg-type]
+        stages = [StageInfo(int(part.stage_index), plan.num_stages, part) for part in parts]
         self.info = PipelineInfo(
             enabled=True,
             schedule=TrainingSchedule(title, pipeline, cache, takes_logits),
@@ -376,7 +376,7 @@ class AutoPipeline:
 
 def _parallelize(function: ParallelizeFnProtocol, config: AutoPipelineConfig, stage: nn.Module) -> None:
     """Call the user's function; a module that it returns instead of changing the stage would be ignored."""
-    returned: object = function(  # type: ignore[func-returns-value]
+    returned: object = function(
         stage,
         config.world_mesh,
         config.moe_mesh,

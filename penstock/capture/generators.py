@@ -62,7 +62,7 @@ class GeneratorStates:
     @classmethod
     def of_process(cls) -> "GeneratorStates":
         """The states of the global generators: Python's, numpy's, and torch's on all devices in use."""
-        is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        is_cuda = torch.cuda.is_initialized()
         return cls([*python_generators(), *torch_generators(is_cuda)])
 
     def have_moved(self) -> bool:

@@ -116,7 +116,7 @@ class CheckpointDir:
         """
         kept, removed = 1, []
         for path in self.checkpoints:
-            if (step_of(path) or 0) >= (step_of(newest) or 0):
+            if step_of(path) >= step_of(newest):
                 continue  # the newest itself, or one of another run
             # A checkpoint without a readable manifest is of no use, and does not count.
             if kept < keep and _has_manifest(path):

@@ -151,7 +151,7 @@ def _decode(content: Any, path: Path) -> Manifest:
 
     try:
         # Via JSON, so that lists are accepted as tuples although the types are strict.
-        manifest: Manifest = _adapter().validate_json(json_bytes(content))
+        return _adapter().validate_json(json_bytes(content))
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -159,7 +159,6 @@ def _decode(content: Any, path: Path) -> Manifest:
             raise DamagedError(cause.problem, file=path, hint=cause.hint, **cause.values) from None
         key = ".".join(map(str, first["loc"]))[:200]
         raise DamagedError("the manifest cannot be read", file=path, key=key, reason=first["msg"]) from None
-    return manifest
 
 
 def fingerprint(tensors: Mapping[str, TensorRecord], tied: tuple[tuple[str, ...], ...]) -> str:

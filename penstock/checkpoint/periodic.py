@@ -110,7 +110,6 @@ class PeriodicSaver:
     def _save(self) -> str:
         """Save this step; returns a message if this or an asynchronous save before it failed."""
         message, self._error = self._wait(), None
-        assert self.step is not None
         step, options = self.step, self._options
         position = {"batches": self._num_batches, "skipped": self.num_skipped, "run_id": self.run_id}
         try:

@@ -180,7 +180,6 @@ class Saver:
 
         Only the first pipeline writes. Ranks of the others take part because sharded tensors are gathered.
         """
-        assert self._layout is not None
         rank, weights = self._groups.rank, self._part.own_state()
         for whole, names in self._part.rows.split_names.items():
             gathered = self._part.rows.gather(whole, {name: weights[name] for name in names if name in weights})
@@ -309,7 +308,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 def random_state() -> dict[str, Any]:
     """The state of this process's random number generators: torch, numpy, Python and CUDA."""
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

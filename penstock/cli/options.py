@@ -133,6 +133,6 @@ def command(verb: Verb) -> Verb:
             parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     # typer reads the name, the docstring and the signature of a function.
     run.__name__, run.__doc__ = verb.__name__, verb.__doc__
-    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

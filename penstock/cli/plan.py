@@ -157,7 +157,7 @@ class Machine:
         if (self.flops is None) != (self.memory_speed is None):
             hint = "--flops 3e14 --memory-speed 2e12, about one large GPU in half precision"
             raise PlanError("--flops and --memory-speed must be given together", hint=hint)
-        return None if self.flops is None else DeviceSpeed(self.flops, self.memory_speed or 0.0)
+        return None if self.flops is None else DeviceSpeed(self.flops, self.memory_speed)
 
     def _check_device(self) -> None:
         """Raise an error if --device has a value of that of `penstock train`."""

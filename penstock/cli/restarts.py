@@ -65,12 +65,12 @@ def _check_directory(directory: Path, resume: str | None) -> None:
         problem = "the directory already has checkpoints of a run"
         raise PenstockError(problem, checkpoint=directory, newest=newest, hint=hint)
     if resume not in (None, AUTO):
-        if not Path(str(resume)).exists():
+        if not Path(resume).exists():
             hint = "--resume auto, or the path of a checkpoint"
             raise PenstockError("no such checkpoint to resume from", resume=resume, hint=hint)
         # After a failure the newest checkpoint of the directory counts: two runs must not be mixed.
-        source, newest_path = find_checkpoints(Path(str(resume)))[0], next(iter(checkpoints), None)
-        if newest_path is not None and (step_of(newest_path) or 0) > (step_of(source) or 0):
+        source, newest_path = find_checkpoints(resume)[0], next(iter(checkpoints), None)
+        if newest_path is not None and step_of(newest_path) > (step_of(source) or 0):
             hint = "--resume auto, or another directory for the checkpoints"
             raise PenstockError("the directory has newer checkpoints", newest=newest_path, resume=source, hint=hint)
 

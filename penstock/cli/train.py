@@ -237,7 +237,6 @@ class PlanChoice:
         """The plan of --plan."""
         from penstock.ir import Plan
 
-        assert self._file is not None
         return Plan.load(self._file)
 
     @property

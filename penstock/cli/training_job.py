@@ -122,10 +122,9 @@ class CheckpointFlags:
         """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
         from penstock.checkpoint import CheckpointDir
 
-        assert self.checkpoint is not None
         if CheckpointDir(self.checkpoint).checkpoints and (attempt or self.resume == AUTO):
             return self.checkpoint
-        return None if self.resume in (None, AUTO) else Path(str(self.resume))
+        return None if self.resume in (None, AUTO) else Path(self.resume)
 
 
 @dataclass(frozen=True)

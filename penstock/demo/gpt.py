@@ -34,8 +34,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The embeddings of the tokens."""
-        embeddings: Tensor = self.tokens(tokens) + self.positions
-        return embeddings
+        return self.tokens(tokens) + self.positions
 
 
 class Block(nn.Module):
@@ -67,8 +66,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits of every position."""
-        logits: Tensor = self.logits(self.norm(x))
-        return logits
+        return self.logits(self.norm(x))
 
 
 def gpt(sizes: Sizes) -> nn.Sequential:

@@ -98,7 +98,6 @@ class FlatPipeline:
     """The pipeline of this process. Calls of forward_backward have the same number on all of its ranks."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        assert groups.monitor is not None
         self.groups, self._monitor = groups, groups.monitor
         self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks)
         self.num_calls = 0

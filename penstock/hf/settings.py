@@ -133,5 +133,5 @@ def out_of_memory(error: BaseException) -> str:
     texts = []
     while error is not None:
         texts.append(str(error))
-        error = error.__cause__  # type: ignore[assignment]
+        error = error.__cause__
     return next((text for text in texts if any(part in text for part in _OUT_OF_MEMORY)), "")

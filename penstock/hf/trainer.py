@@ -265,7 +265,7 @@ class PipelineMixin:
         """
         if not self._is_predicting and not self.args.average_tokens_across_devices:
             batch_samples = [self._own_samples(batch) for batch in batch_samples]
-        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _step(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Run forward and backward of this replica's samples; returns the loss."""
@@ -348,7 +348,7 @@ class PipelineMixin:
         self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
         self._is_predicting = True
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:
             self._is_predicting = False
 
@@ -397,7 +397,7 @@ class PipelineMixin:
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Decay names of the whole model."""
         whole = model if self._pipe is None else self._pipeline_model.model
-        return super().get_decay_parameter_names(whole)  # type: ignore[no-any-return]
+        return super().get_decay_parameter_names(whole)
 
     # ------------------------------------------------------------------------------------------------- saving, loading
 
@@ -485,7 +485,7 @@ class PipelineMixin:
             self.pipe.load_state_dict(type(self.model).from_pretrained(directory, dtype=self.model.dtype).state_dict())
 
 
-class PipelineTrainer(PipelineMixin, Trainer):  # type: ignore[misc]
+class PipelineTrainer(PipelineMixin, Trainer):
     """A Trainer whose processes are the ranks of one pipeline; losses, gradients and metrics equal a single process.
 
     See `PipelineMixin`, which does the same for subclasses of Trainer.

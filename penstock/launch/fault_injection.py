@@ -79,7 +79,7 @@ class Fault:
             raise PenstockError("a fault has the same key twice", got=text, hint=_EXAMPLE)
         if unknown := values.keys() - known:
             raise PenstockError("unknown keys in a fault", got=text, keys=", ".join(sorted(unknown)), hint=_EXAMPLE)
-        return cls(kind, **{name: _number(text, name, value) for name, value in values.items()})  # type: ignore[arg-type]
+        return cls(kind, **{name: _number(text, name, value) for name, value in values.items()})
 
     def applies_to(self, rank: int, attempt: int) -> bool:
         """Whether the fault occurs on a rank in an attempt."""

@@ -64,7 +64,7 @@ def launch(
     """
     _check_arguments(fn, ranks, start, threads, timeout, status_dir)
     # A forked process cannot use CUDA once its parent has.
-    start = "spawn" if torch.cuda.is_initialized() else start  # type: ignore[no-untyped-call]
+    start = "spawn" if torch.cuda.is_initialized() else start
     job: Job | bytes = (fn, args)
     if start == "spawn":
         try:
@@ -109,9 +109,9 @@ class _Worker:
 
     def signal(self, number: int) -> None:
         """Signal the rank and all its children."""
-        pid = self.process.pid or 0
+        pid = self.process.pid
         # killpg fails while the child has not yet called setpgid, so the process itself is signalled as well.
-        for send in (os.killpg, os.kill) if pid else ():
+        for send in (os.killpg, os.kill):
             try:
                 send(pid, number)
             except (ProcessLookupError, PermissionError):
@@ -205,7 +205,7 @@ class _Workers:
         self._closed.set()
         # End the children that outlive their ranks. SIGTERM first: multiprocessing's resource tracker then frees shared
         # memory.
-        ended = [member.process.pid or 0 for member in self.members if member.process.exitcode is not None]
+        ended = [member.process.pid for member in self.members if member.process.exitcode is not None]
         groups = [pid for pid in ended if _signal_group(pid, signal.SIGTERM)]
         end = time.monotonic() + _TERM_SECONDS
         while (groups := [pid for pid in groups if _signal_group(pid, 0)]) and time.monotonic() < end:

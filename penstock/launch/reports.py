@@ -266,7 +266,7 @@ def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None
     # The stages of a receive are those of its send, exchanged.
     send = Send(awaited.peer, awaited.microbatch, awaited.stage)
     entries = (entry for entry in reversed(status.recent) if entry.step == waiter.now.step and entry.code is not None)
-    return next((entry for entry in entries if action_of(entry.code or 0) == send), None)
+    return next((entry for entry in entries if action_of(entry.code) == send), None)
 
 
 def _activity(status: RankStatus, now: float) -> str:

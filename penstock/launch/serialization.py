@@ -38,7 +38,7 @@ def unpack(packed: bytes) -> Any:
 class _CopyingPickler(ForkingPickler):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.dispatch_table = ChainMap(_REDUCERS, self.dispatch_table)  # type: ignore[assignment]
+        self.dispatch_table = ChainMap(_REDUCERS, self.dispatch_table)
 
 
 def _reduce_tensor(tensor: Tensor) -> Any:

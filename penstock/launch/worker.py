@@ -62,7 +62,7 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
     try:
         status = StatusFile.create(config.status_dir, config.rank, config.ranks)
         # A file instead of a TCP store: that would listen on every interface, not only on loopback.
-        store = dist.FileStore(config.store, config.ranks)  # type: ignore[attr-defined]
+        store = dist.FileStore(config.store, config.ranks)
         dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.ranks)
         result = _call(job)
         while _BEFORE_EXIT:

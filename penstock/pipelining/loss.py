@@ -77,7 +77,6 @@ class StepLoss:
     def loss(self, microbatch: int, output: Any) -> tuple[Tensor, float]:
         """Compute the loss of a microbatch; returns it and the factor of its gradients."""
         step = self._step
-        assert step is not None
         given = step.microbatches[microbatch]
         returned = self(output, given.target)
         if not isinstance(returned, Tensor):
@@ -92,7 +91,6 @@ class StepLoss:
         if not self._scales or count == 1:
             return loss, 1.0
         self._loss_weights.weigh(step, microbatch, output, loss)
-        assert step.weights is not None
         if step.loss_problem and step.loss_problem not in self._problems:
             self._problems.add(step.loss_problem)
             warnings.warn(MicrobatchWarning(step.loss_problem), stacklevel=2)

@@ -34,14 +34,12 @@ class TensorChunkSpec:
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
         """Specs of positional arguments from their dimensions: `(0, 0, 1)`."""
-        specs: tuple[Any, ...] = _specs(chunk_dims)
-        return specs
+        return _specs(chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, Any]) -> dict[str, Any]:
         """Specs of keyword arguments from their dimensions: `{"ids": 0, "mask": 1}`."""
-        specs: dict[str, Any] = _specs(chunk_dims)
-        return specs
+        return _specs(chunk_dims)
 
 
 class _Replicate:

@@ -160,7 +160,7 @@ class TracedStage(Stage):
         self._passed: dict[Recording, tuple[tuple[str, ...], ...]] = {}
         """by recording and stage, the names of the values that the stage passes to the next one"""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage. Only the first takes keyword arguments; it passes on those that later stages read."""
         captured, index = self._partitioned.captured, self.stage_index
         recording = self._example_recording()

@@ -330,7 +330,6 @@ class _PipelineSchedule:
     def _context(self) -> _PipelineContext:
         """The context of custom functions in the current step."""
         step = self._step
-        assert step is not None
         targets = None if step.targets is None else [microbatch.target for microbatch in step.targets]
         return _PipelineContext(self, step.args, step.kwargs, targets, step.given.losses)
 
@@ -424,7 +423,6 @@ class _ScheduleStage(UserStage):
 
     def forward(self, microbatch: int, received: list[Tensor]) -> StageOutput:
         stage, step, loss = self._stage, self._schedule._step, self._schedule._loss
-        assert step is not None
         args = step.args[microbatch] if stage.is_first else tuple(received)
         if not stage.is_first:
             stage.check_values(args, stage.input_args, "inputs")
