@@ -406,7 +406,6 @@ class Pipeline:
         if groups.num_replicas == 1:
             return Microbatch(args, kwargs, target, 0, {})
         splitter, batch = BatchSplitter(forward, self._split, dict(self.plan.split)), Batch(args, kwargs, target)
-        shares: Sequence[Microbatch]
         if budget_tokens is None:
             shares = splitter.split(batch, groups.num_replicas)
         else:

@@ -558,7 +558,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _dump_csv(self, filename: str | Path, format: str = "compute_comms") -> None:  # noqa: A002
         """Write the orders as CSV, without or with messages."""
         _check_format(format)
-        rows: Mapping[int, Sequence[Any]]
         rows = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
         Path(filename).write_text(orders_text(rows), encoding="utf-8")
 
