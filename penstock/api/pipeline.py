@@ -411,11 +411,11 @@ class Pipeline:
         else:
             shares = balanced_shares(splitter.whole(batch), budget_tokens, groups.num_replicas)
         if len(shares) < groups.num_replicas:
-            sizes = {"samples": len(shares), "replicas": groups.num_replicas}
             raise RunError(
                 "a batch must have at least one sample for every replica",
+                samples=len(shares),
+                replicas=groups.num_replicas,
                 hint="larger batches, or fewer replicas",
-                **sizes,
             )
         return shares[groups.replica]
 

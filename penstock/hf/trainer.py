@@ -251,7 +251,8 @@ class PipelineMixin:
         """This replica's samples; all of them if there are fewer samples than replicas."""
         if self._mesh is None:
             return inputs
-        splitter, batch = BatchSplitter(self.model.forward), Batch((), inputs)
+        planned = None if self._pipe is None else dict(self.pipe.plan.split)
+        splitter, batch = BatchSplitter(self.model.forward, planned=planned), Batch((), inputs)
         if self._budget and not self._is_predicting:
             shares = balanced_shares(splitter.whole(batch), self._budget["budget_tokens"], self._replicas)
         else:
