@@ -1,6 +1,7 @@
 """Replicas of a pipeline, and adapters of peft, on real processes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import transformers as hf
 
 from penstock.errors import RunError
 from penstock.hf import PipelineTrainer, pipelined
-from penstock.ir import Plan
+from penstock.ir import Plan, Rows
 from tests.hf import runs
 from tests.hf.test_losses import PlainChanged
 
@@ -103,3 +104,16 @@ def test_an_adapter_of_peft_is_trained_resumed_and_saved_on_two_ranks(pools: Any
     back = peft.PeftModel.from_pretrained(runs.model(), tmp_path / "adapter").double()
     names = [name for name in whole[1] if "lora" in name]
     assert all(torch.allclose(back.state_dict()[name], whole[1][name]) for name in names)
+
+
+def test_a_replica_gets_its_samples_by_the_rules_of_the_plan() -> None:
+    class TwoRowsPerSample(torch.nn.Module):
+        def forward(self, tokens: Any, rows: Any) -> Any: ...
+
+    trainer = PipelineTrainer.__new__(PipelineTrainer)
+    trainer.model, trainer._replicas, trainer._budget = TwoRowsPerSample(), 2, {}
+    trainer._mesh = SimpleNamespace(get_local_rank=lambda axis: 1)
+    trainer._pipe = SimpleNamespace(plan=SimpleNamespace(split=(("rows", Rows(2)),)))
+    own = trainer._own_samples({"tokens": torch.arange(4)[:, None], "rows": torch.arange(8)[:, None]})
+    assert own["tokens"].flatten().tolist() == [2, 3]
+    assert own["rows"].flatten().tolist() == [4, 5, 6, 7]
