@@ -85,7 +85,7 @@ class Microbatch(NamedTuple):
                 # The results of split could not be written in place.
                 pairs = zip(accumulate(lengths, initial=0), lengths, strict=False)
                 return [value.narrow(cut.dim, start, length) for start, length in pairs]
-            return value.split(lengths, cut.dim)  # type: ignore[no-any-return]
+            return value.split(lengths, cut.dim)
 
         args = [pieces(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = [pieces(arg, name) for name, arg in self.kwargs.items()]

@@ -398,11 +398,11 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
     for expected, *results in zip(whole, *halves, strict=True):
         if not isinstance(expected, Tensor) or not all(isinstance(result, Tensor) for result in results):
             continue
-        shapes = [tuple(result.shape) for result in results]  # type: ignore[attr-defined]
+        shapes = [tuple(result.shape) for result in results]
         dim = additive_dim(tuple(expected.shape), shapes)
         if dim is not None:
             # A result per sample.
-            if not is_close(torch.cat(results, dim), expected, rounding):  # type: ignore[arg-type]
+            if not is_close(torch.cat(results, dim), expected, rounding):
                 return _DIFFERENT
         elif any(shape != tuple(expected.shape) for shape in shapes):
             return _DIFFERENT

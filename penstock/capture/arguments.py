@@ -59,7 +59,7 @@ class ArgumentWriter:
         # By exact type: a subclass of int or str may be more than a number or a text.
         if value is None or type(value) in (bool, int, float, str):
             # Records are compared with ==, and NaN is equal to nothing: use one object, which tuples compare by `is`.
-            return _NAN if value != value else value  # type: ignore[return-value]
+            return _NAN if value != value else value
         if isinstance(value, Tensor):
             return self._write_tensor(value, where)
         if isinstance(value, DrawnNumber | DrawnArray):
@@ -231,8 +231,7 @@ def _function_name(function: Any) -> str:
 def _resolve_name() -> Callable[[Any], str | None]:
     # torch.overrides.resolve_name is decorated to silence warnings on every call, which only its first call emits.
     resolve_name(torch.relu)
-    unwrapped: Callable[[Any], str | None] = inspect.unwrap(resolve_name)
-    return unwrapped
+    return inspect.unwrap(resolve_name)
 
 
 def _are_interchangeable(first: Any, second: Any) -> bool:

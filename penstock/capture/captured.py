@@ -106,7 +106,6 @@ class Captured:
     @property
     def example_recording(self) -> Recording:
         """The recording of the example batch; without an example, that of the first batch."""
-        assert self._example_recording is not None
         return self._example_recording
 
     @property
@@ -132,8 +131,8 @@ class Captured:
         def rolled(leaf: object) -> object:
             """Rolled along the first dimension; a single sample along the last one that has more than one element."""
             dims = range(leaf.dim()) if isinstance(leaf, Tensor) else ()
-            chosen = dims[:1] if has_rows else [dim for dim in dims if leaf.shape[dim] > 1][-1:]  # type: ignore[attr-defined]
-            return leaf.roll(1, chosen[0]) if chosen else leaf  # type: ignore[attr-defined]
+            chosen = dims[:1] if has_rows else [dim for dim in dims if leaf.shape[dim] > 1][-1:]
+            return leaf.roll(1, chosen[0]) if chosen else leaf
 
         other = transform(self.example, rolled)
         try:

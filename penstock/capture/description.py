@@ -144,7 +144,7 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
         text = value.__name__ if isinstance(value, types.BuiltinFunctionType) else value.__qualname__
         if code is not None and code_origin(value.__module__) == "user":
             text += f" {_hash(code_lines(code))}"
-    elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:  # type: ignore[arg-type]
+    elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:
         items: Any = value
         if isinstance(items, dict):
             same = [(k, item) for k, item in items.items() if not (type(k) is str and _PROCESS_SPECIFIC.search(k))]

@@ -17,8 +17,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype with that name, which must be one of `ITEM_BYTES`."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)
 
 
 def is_inexact(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from penstock.capture.objects import runs_model_code
 from penstock.capture.tensors import tensors_in
 from penstock.ir import transform
 
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 Entry = tuple[dict[Any, Any], Any, Callable[..., Any]]
 """a dict, such as the globals of a file, a key in it, and the function under that key"""
 
@@ -53,15 +53,14 @@ class WholeFunctions:
         self.opened.append(function)
 
 
-def enclosing_function(
-    frame: types.FrameType | None, modules: Collection[int]
-) -> tuple[Callable[..., Any] | None, bool]:
-    """Find the outermost function of the user between a frame and the method of a module that called it.
+def enclosing_function(modules: Collection[int]) -> tuple[Callable[..., Any] | None, bool]:
+    """Find the outermost function of the user that is running, up to the method of a module that called it.
 
     `modules` are the ids of the modules. Returns the function, None if it is not global, as only calls by a global name
     can be intercepted; and whether any such function is running.
     """
     found, is_inside = None, False
+    frame: types.FrameType | None = sys._getframe(1)
 
     def is_method_of_module(frame: types.FrameType) -> bool:
         code = frame.f_code
@@ -80,7 +79,7 @@ def enclosing_function(
 
 @contextmanager
 def intercept_functions(handler: Handler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
-    """Route calls of some global functions through `handler(function, args, kwargs, frame of the caller)`."""
+    """Route calls of some global functions through `handler(function, args, kwargs)`."""
     with replaced_entries(handler, list(_entries_of(functions)) if functions else []):
         yield
 
@@ -95,7 +94,7 @@ def replaced_entries(handler: Handler, entries: Collection[Entry]) -> Iterator[N
 
     def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return handler(function, args, kwargs, sys._getframe(1))
+            return handler(function, args, kwargs)
 
         return call
 

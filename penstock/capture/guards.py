@@ -39,7 +39,7 @@ class InputGuards:
             return True
         copies = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
         # Drawing must not move the user's generators.
-        generators = GeneratorStates(torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ())  # type: ignore[no-untyped-call]
+        generators = GeneratorStates(torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ())
         try:
             with without_user_hooks(self._blocks):
                 self._replay.run(copies, seed)
@@ -70,7 +70,7 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
         elif step.name in free and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
             made = {value.name for value in graph[step.name].makes}
             varying |= made
-            if step.results.structure != TENSOR or not record.size_reads.isdisjoint(step.results.values):
+            if step.results.structure != TENSOR or not recording.size_reads.keys().isdisjoint(step.results.values):
                 has_guards, wanted = True, wanted | made
     if not has_guards:
         return None

@@ -66,12 +66,12 @@ def intercept_functions_of_torch(on_apply: Handler, on_script: Handler) -> Itera
         return on_script(self, partial(original_call, self), args, kwargs)
 
     try:
-        autograd.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        script.__call__ = call  # type: ignore[method-assign]
+        autograd.apply = classmethod(apply)
+        script.__call__ = call
         yield
     finally:
-        autograd.apply = original_apply  # type: ignore[method-assign]
-        script.__call__ = original_call  # type: ignore[method-assign]
+        autograd.apply = original_apply
+        script.__call__ = original_call
 
 
 # Hooks of the user

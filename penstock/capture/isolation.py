@@ -50,7 +50,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
     In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
     parameters that the body writes, if they are known: then no other parameter is copied.
     """
-    is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    is_cuda = torch.cuda.is_initialized()
     generators = GeneratorStates(
         [*python_generators(), *torch_generators(is_cuda), *module_generators(model.modules())]
     )
@@ -106,14 +106,14 @@ def uncompiled() -> AbstractContextManager[None]:
     return _EAGER if "torch._dynamo" in sys.modules else nullcontext()
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """A TorchDispatchMode that, as torch's own, is not compiled itself, but does not load the compiler for that."""
 
     _is_disabled = False
     """whether the compiler leaves out this class"""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         kind = type(self)
         # As in `uncompiled`.
         if "torch._dynamo" in sys.modules and not kind._is_disabled:

@@ -211,7 +211,7 @@ class DrawnArray(np.ndarray):
         """The other draw as an array that holds the tensor."""
         made = other_draw.view(cls)
         made.tensor = tensor
-        return made  # type: ignore[no-any-return]
+        return made
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CaptureError(
@@ -248,7 +248,7 @@ def recorded_draw(leaf: object) -> object:
     return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf
 
 
-class NumberOf(tuple):  # type: ignore[type-arg]
+class NumberOf(tuple):
     """In the arguments of a recorded call: the number in a tensor."""
 
     def __new__(cls, items: Iterable[Tensor]) -> Any:
@@ -256,7 +256,7 @@ class NumberOf(tuple):  # type: ignore[type-arg]
         return tensor.item()
 
 
-class ArrayOf(tuple):  # type: ignore[type-arg]
+class ArrayOf(tuple):
     """In the arguments of a recorded call: the array in a tensor."""
 
     def __new__(cls, items: Iterable[Tensor]) -> Any:
@@ -281,7 +281,7 @@ _DRAWING_FUNCTIONS: list[Entry] = [
 def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
     """Route calls of `random.*` and `numpy.random.*` through the handler.
 
-    It is called as `handler(function, args, kwargs, frame of the caller)`. Names that the files of the model's classes
+    It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes
     import (`from random import random`) are replaced too.
     """
     functions = {id(function): function for _, _, function in _DRAWING_FUNCTIONS}

@@ -174,7 +174,7 @@ class _Forward:
         constants = _constant_values(recorder, state)
         _refuse_replaced_state(recorder, state, constants)
         steps = _without_unread_updates(recorder.steps, outputs)
-        record = Record(tuple(inputs), steps, outputs, frozenset(recorder.size_reads))
+        record = Record(tuple(inputs), steps, outputs)
         graph = build_graph(model, record, recorder.table, recorder.notes)
         notes = recorder.notes.items()
         recording = Recording(
@@ -214,7 +214,7 @@ def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable
         if index in recording.enclosing:
             if isinstance(step, Call) or reads_activations:
                 functions[recording.enclosing[index]] = None
-        elif isinstance(step, Guard) and reads_activations:
+        elif reads_activations:
             scopes.add(step.scope)
     granularity = recording.granularity
     modules = [

@@ -18,7 +18,6 @@ If the model must be recorded in another way, they raise one of the exceptions b
 again.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -291,13 +290,13 @@ class Recorder(TorchFunctionMode):
             return self._inside_call(original, args, kwargs)
         return self._record(original, FunctionApply(cls), args, kwargs)
 
-    def transform_called(self, original: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+    def transform_called(self, original: Any, args: Any, kwargs: Any) -> Any:
         """Handle one of `TRANSFORMS`, the functions of torch that call a transformed function: one recorded call."""
         if self._is_paused or self._running is not None:
             return original(*args, **kwargs)
         function, *args = args
         # Modes that the model entered inside the recorder, which a replay must enter again.
-        modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes: list[Any] = torch.overrides._get_current_function_mode_stack()
         name = original.__name__.removesuffix("_impl")
         target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
         # In this first run the modes are active, so that it needs only the transform itself.
@@ -316,11 +315,11 @@ class Recorder(TorchFunctionMode):
             return self._inside_call(run, args, kwargs)
         return self._record(run, function, args, kwargs)
 
-    def function_drew(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+    def function_drew(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a draw with Python's or numpy's generators: a recorded call that returns tensors."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
-        drawing, is_inside = enclosing_function(frame, self._paths)
+        drawing, is_inside = enclosing_function(self._paths)
         if is_inside:
             if drawing is not None and drawing not in self.functions.drawing:
                 raise NotReplayable(drawing, draws=True)
@@ -342,7 +341,7 @@ class Recorder(TorchFunctionMode):
         drawn = iter(leaves(recorded))
         return transform(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
 
-    def function_called(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+    def function_called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a function of the user that is recorded as one call."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
@@ -351,7 +350,7 @@ class Recorder(TorchFunctionMode):
 
     def _enclosing_function(self) -> Callable[..., Any] | None:
         """The function of the user that is running and could be recorded as one call."""
-        function, _ = enclosing_function(sys._getframe(1), self._paths)
+        function, _ = enclosing_function(self._paths)
         known = (*self.functions.drawing, *self.functions.reading, *self.functions.opened)
         return None if any(function is other for other in known) else function
 
@@ -554,7 +553,7 @@ class Recorder(TorchFunctionMode):
         # A state other than the one after the last call was set by code between calls, such as manual_seed.
         self._rng_was_set |= not torch.equal(state, self._rng_state)
         seed = self._seed.of_call(name_hash, is_shared)
-        seed_torch(seed, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        seed_torch(seed, torch.cuda.is_initialized())
         try:
             seeded = self._call_seeds.seeded(seed) if runs_python else nullcontext(lambda: False)
             with seeded as drew_with_python, self._around_calls():
@@ -614,7 +613,6 @@ class Recorder(TorchFunctionMode):
     def _inside_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch function inside a recorded call, and note its side effects."""
         call = self._running
-        assert call is not None
         arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         for tensor in arguments.values():
             if call.is_foreign(tensor):

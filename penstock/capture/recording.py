@@ -66,7 +66,7 @@ class Recording:
     lines: dict[int, str] = field(default_factory=dict)
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """for each value whose size the model read: the module and the line that read it first"""
+    """for each value whose size the model read, the module and line that read it first; the sizes must stay the same"""
 
     @cached_property
     def written_inputs(self) -> frozenset[str]:
@@ -110,7 +110,7 @@ class Recording:
             for value in (*graph.inputs, *(value for node in graph.nodes for value in node.makes))
         ]
         parts = (
-            *(steps, constants, _erased(record.outputs), sorted(record.size_reads)),
+            *(steps, constants, _erased(record.outputs), sorted(self.size_reads)),
             *(nodes, values, graph.storage, graph.updates, self.granularity, self.device),
             *map(sorted, (self.state_views, self.nodes_adding_loss, self.nodes_taking_gradients, self.shared_draws)),
             sorted((name, *sorted(outputs)) for name, outputs in self.outputs_reaching.items()),

@@ -105,7 +105,7 @@ class Replay:
         for index, (run_step, step, dropped) in enumerate(self._steps):
             if draws and index in draws:
                 name_hash, is_shared, is_python = draws[index]
-                call_seed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
+                call_seed = seed.of_call(name_hash, is_shared)
                 seed_torch(call_seed, is_cuda)
                 with python_seeded(call_seed) if is_python else nullcontext():
                     run_step(values)
@@ -190,9 +190,8 @@ class Replay:
 
     def _sizes_to_check(self, call: Call) -> list[tuple[str, tuple[int, ...]]]:
         """The results whose size the model read, with the recorded sizes."""
-        record, graph = self._recording.record, self._recording.graph
-        names = (name for name in dict.fromkeys(call.results.values) if name in record.size_reads)
-        return [(name, graph.spec(name).shape) for name in names]
+        names = (name for name in dict.fromkeys(call.results.values) if name in self._recording.size_reads)
+        return [(name, self._recording.graph.spec(name).shape) for name in names]
 
     def _changed_error(self, call: Call) -> Callable[[object, object], CaptureError]:
         """A function of the recorded and the found structure that returns the error for a changed result."""
@@ -234,7 +233,7 @@ class Replay:
         def copied(values: Values) -> Tensor:
             # Even if the call ran without gradients, the buffer may be part of a graph.
             with torch.enable_grad():
-                return buffer(values).clone()  # type: ignore[no-any-return]
+                return buffer(values).clone()
 
         return copied
 

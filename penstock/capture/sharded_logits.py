@@ -43,7 +43,7 @@ class _ShardTerms(Function):
         return logsumexp, chosen, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_logsumexp: Tensor, d_chosen: Tensor, d_total: Tensor) -> Any:
         log_softmax, index, is_inside, weight = ctx.saved_tensors
         gradient = log_softmax.exp().mul_(d_logsumexp.unsqueeze(1))
@@ -92,7 +92,7 @@ class VocabularyShard(nn.Module):
         is_inside = (index >= 0) & (index < self.stop - self.start) & (target != ignore_index)
         own_weight = None if weight is None else weight[self.start : self.stop].to(logits.dtype)
         index = index.clamp(0, self.stop - self.start - 1)
-        results: tuple[Tensor, ...] = _ShardTerms.apply(logits, index, is_inside, own_weight, returns_sum)  # type: ignore[no-untyped-call]
+        results = _ShardTerms.apply(logits, index, is_inside, own_weight, returns_sum)
         return results if returns_sum else results[:2]
 
     def _check_targets(self, target: Tensor, ignore_index: int) -> None:
@@ -102,7 +102,7 @@ class VocabularyShard(nn.Module):
             if bool(is_wrong.any()):
                 raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
         elif target.device.type != "meta":
-            torch._assert_async(~is_wrong.any(), "Target is out of bounds.")  # type: ignore[call-overload]
+            torch._assert_async(~is_wrong.any(), "Target is out of bounds.")
 
 
 class CombineShards(nn.Module):
@@ -159,7 +159,7 @@ class VocabularyHead(nn.Module):
                 name: None if whole is None else nn.Parameter(whole.detach()[rows], whole.requires_grad)
                 for name, whole in self.whole[0].items()
             }
-            self.shards.append(VocabularyShard(parts["weight"], parts["bias"], start, self.size))  # type: ignore[arg-type]
+            self.shards.append(VocabularyShard(parts["weight"], parts["bias"], start, self.size))
             start += length
         self.combine = CombineShards(self.size)
 
@@ -341,5 +341,4 @@ def cross_entropy(
         shard(logits._hidden, target, logits._operations, ignore_index, weight if returns_sum else None, returns_sum)
         for shard in head.shards
     ]
-    loss: Tensor = head.combine(parts, target, ignore_index, weight, reduction, label_smoothing)
-    return loss
+    return head.combine(parts, target, ignore_index, weight, reduction, label_smoothing)

@@ -54,8 +54,8 @@ def shard_vocabulary(
     split = parent = _shared_copy(model)
     *around, last = head.split(".")
     for word in around:
-        parent._modules[word] = _shared_copy(parent._modules[word])  # type: ignore[arg-type]
-        parent = parent._modules[word]  # type: ignore[assignment]
+        parent._modules[word] = _shared_copy(parent._modules[word])
+        parent = parent._modules[word]
     if "forward" in {*vars(split), *vars(parent)}:
         raise CaptureError(
             "an output layer can be split only if the forward of the model is that of its class",
@@ -77,7 +77,7 @@ def shard_vocabulary(
             )
         return transform(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
 
-    without_logits.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    without_logits.__signature__ = inspect.signature(forward)
     vars(split)["forward"] = without_logits
     return split
 
@@ -93,7 +93,7 @@ def with_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> nn.Module
     *others, last = [*signature.parameters.values(), inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)]
     # **kwargs must be the last parameter.
     at = len(others) - any(each.kind is each.VAR_KEYWORD for each in others)
-    loss.__signature__ = signature.replace(parameters=[*others[:at], last, *others[at:]])  # type: ignore[attr-defined]
+    loss.__signature__ = signature.replace(parameters=[*others[:at], last, *others[at:]])
     vars(copied)["forward"] = loss
     return copied
 
@@ -148,7 +148,6 @@ def row_slices(model: nn.Module) -> dict[str, RowSlice]:
         if not isinstance(head, VocabularyHead):
             continue
         for number, shard in enumerate(head.shards):
-            assert isinstance(shard, VocabularyShard)
             for name, _ in shard.named_parameters():
                 names = head.names[name]
                 full = f"{path}.{_SHARDS}.{number}.{name}"

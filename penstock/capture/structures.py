@@ -87,4 +87,4 @@ class Expected:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expected) and self.agrees(other.value)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None

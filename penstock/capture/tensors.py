@@ -35,7 +35,7 @@ def has_gradient(tensor: Tensor) -> bool:
     A view of a parameter that was made under `torch.no_grad` reports `requires_grad`, as its base does, but is not
     connected to it.
     """
-    is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad  # type: ignore[union-attr]
+    is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad
     return tensor.requires_grad and not is_cut_off
 
 

@@ -121,7 +121,7 @@ class StageClass:
         for value in (*self.inputs, *self._receives):
             spec = recording.graph.spec(value)
             # If the model read no size at all, any size is right.
-            sizes = tuple(spec.shape) if recording.record.size_reads else (None,) * len(spec.shape)
+            sizes = tuple(spec.shape) if recording.size_reads else (None,) * len(spec.shape)
             takes[variables[value]] = f"(torch.{spec.dtype}, {sizes!r})"
         tables = {
             "PARTS": repr(self._parts),

@@ -128,7 +128,7 @@ class StatementWriter:
         if not node.is_block and node.kind in _SHAPE_FOLLOWS:
             return
         for value in new:
-            if value in recording.record.size_reads:
+            if value in recording.size_reads:
                 name, shape = expressions.variables[value], tuple(graph.spec(value).shape)
                 yield Statement(expect(f"tuple({name}.shape)", repr(shape), f"the size of {name}"), step.context)
 

@@ -155,8 +155,6 @@ class Record:
     inputs: tuple[str, ...]
     steps: tuple[Call | Guard, ...]
     outputs: Tree
-    size_reads: frozenset[str] = frozenset()
-    """values whose size the model read: the record is valid only for the same sizes"""
 
 
 def refs(tree: Tree) -> tuple[str, ...]:

@@ -127,7 +127,6 @@ class LossWeights:
 
     def losses(self, output: Any, target: Any) -> dict[str, Any]:
         """The losses of the loss function, by name."""
-        assert self._loss_fn is not None
         result = self._loss_fn(output, target)
         return {SINGLE: result} if isinstance(result, Tensor) else losses_of_function(result)
 
@@ -160,7 +159,6 @@ class LossWeights:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.
                 model = self._captured.model
                 self._interactions.get(recording, lambda: interaction_warnings(model, recording, mixed_inputs))
-        assert step.weights is not None
         return step.weights
 
     def warnings(self, step: LossStep) -> tuple[str, ...]:
@@ -191,7 +189,6 @@ class LossWeights:
             return False
         if known.count is None or known.problem or known.is_provisional:
             return False
-        assert self._function is not None
         if len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
             return False
         pieces: list[Piece] = [({}, each.size) for each in step.microbatches]
@@ -224,8 +221,6 @@ class LossWeights:
         tensors = (output, first_target, second_target)
         if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors) or first_target is second_target:
             return False
-        assert self._loss_fn is not None
-        assert self._function is not None
         whole = output
         # Few samples of large outputs: two microbatches at a time may not fit in memory.
         sample_size = max(1, output.numel() // len(output)) if len(output) else 1

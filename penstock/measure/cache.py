@@ -22,7 +22,7 @@ class Cache:
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = Path(directory) if directory is not None else default_directory()
 
-    def get(self, key: str, kind: type[_Cached] = Profile) -> _Cached | None:  # type: ignore[assignment]
+    def get(self, key: str, kind: type[_Cached] = Profile) -> _Cached | None:
         """The record of a key; None, with a warning, if it cannot be read."""
         path = self._path(key)
         if not path.is_file():

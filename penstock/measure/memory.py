@@ -38,8 +38,7 @@ class _Start(Function):
 
 
 def _started(value: Tensor) -> Tensor:
-    started: Tensor = _Start.apply(_ANCHOR, [value.detach()])  # type: ignore[no-untyped-call]
-    return started
+    return _Start.apply(_ANCHOR, [value.detach()])
 
 
 def memory_of(visited: NodeVisit) -> Memory:

@@ -114,5 +114,4 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return _ATTENTION(*args, **kwargs)
     if mask is not None and (mask.dtype is not query.dtype or not mask.is_meta):
         mask = torch.empty(mask.shape, dtype=query.dtype, device="meta")
-    result: Tensor = FLASH(query, key, value, 0.0, bool(named.get("is_causal")), attn_mask=mask)[0]
-    return result
+    return FLASH(query, key, value, 0.0, bool(named.get("is_causal")), attn_mask=mask)[0]

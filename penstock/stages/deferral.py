@@ -72,16 +72,14 @@ class Deferral(TorchFunctionMode):
         if not result.requires_grad:
             # The input needs no gradient, so there is no node to attach to.
             self.is_recomputed = self.is_recomputed or _has_saved_tensors_hooks()
-            started: Tensor = _StartGraph.apply(ANCHOR, [result], value, deferred)  # type: ignore[no-untyped-call]
-            return started
+            return _StartGraph.apply(ANCHOR, [result], value, deferred)
         if _has_saved_tensors_hooks():
             # Inside a checkpoint the input must not be kept here: it is saved through the hooks, and recomputed.
             self.is_recomputed = True
-            saved: Tensor = _SaveInput.apply(result, value.detach(), deferred)  # type: ignore[no-untyped-call]
-            return saved
+            return _SaveInput.apply(result, value.detach(), deferred)
         deferred.save_input(value.detach())
         # On the node, not on the tensor: hooks of the user on the tensor may still change the gradient.
-        result.grad_fn.register_prehook(deferred.enqueue)  # type: ignore[union-attr]
+        result.grad_fn.register_prehook(deferred.enqueue)
         return result
 
 
@@ -247,7 +245,7 @@ class DeferredAccumulator:
         start = torch.zeros(())
         for bucket in reversed(_buckets(queue)):
             weights = [weight for deferred in bucket for weight in deferred.weights]
-            start = _Bucket.apply(start, pending, len(bucket), *weights)  # type: ignore[no-untyped-call]
+            start = _Bucket.apply(start, pending, len(bucket), *weights)
         # A view of a parameter is a new tensor in every forward: such a chain is never used again.
         if all(weight.is_leaf for deferred in queue for weight in deferred.weights):
             if len(self._chains) >= _MAX_CHAINS:

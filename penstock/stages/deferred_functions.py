@@ -97,8 +97,8 @@ def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias:
 
     x, detached = _autocast(x, weight.detach())
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-    weights = (weight, bias) if bias is not None and has_bias else (weight,)
-    added = bias.detach() if bias is not None and has_bias else bias
+    weights = (weight, bias) if has_bias else (weight,)
+    added = bias.detach() if has_bias else bias
     result = deferral.defer(call(rows, detached, added), rows, weights, gradients)
     return result if rows is x else result.view(*x.shape[:-1], result.shape[-1])
 
@@ -113,7 +113,7 @@ def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.addmm(bias, x, weight)  # type: ignore[arg-type]
+    return torch.addmm(bias, x, weight)
 
 
 def grouped_mm(deferral: Deferral, x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor | None:
@@ -190,8 +190,8 @@ def convolution(call: Callable[..., Tensor], kind: type[Options]) -> DeferringFu
             return None
         x, detached = _autocast(x, weight.detach())
         has_bias = _can_defer_bias(bias)
-        weights = (weight, bias) if bias is not None and has_bias else (weight,)
-        added = bias.detach() if bias is not None and has_bias else bias
+        weights = (weight, bias) if has_bias else (weight,)
+        added = bias.detach() if has_bias else bias
         compute = partial(_convolution_gradients, detached, options, has_bias)
         return deferral.defer(call(x, detached, added, *args, **kwargs), x, weights, compute)
 

@@ -65,5 +65,4 @@ def _resolve_entry(model: nn.Module, entry: Entry) -> Callable[..., Any]:
     if entry not in known:
         close = get_close_matches(entry, list(known), n=1)
         raise PartitionError("no such module", name=repr(entry), hint=f"did you mean {close[0]!r}" if close else "")
-    module: nn.Module = known[entry]
-    return module
+    return known[entry]

@@ -175,7 +175,7 @@ def _branch(tree: nn.Module, path: str) -> nn.Module:
     for name in path.split(".") if path else ():
         if name not in tree._modules:
             tree.add_module(name, nn.Module())
-        tree = tree._modules[name]  # type: ignore[assignment]
+        tree = tree._modules[name]
     return tree
 
 

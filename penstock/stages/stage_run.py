@@ -230,6 +230,6 @@ def grad_boundary(
                 differentiable[name] = detached
     if differentiable:
         returned.update(dict.fromkeys(differentiable))
-        started = _GradBoundary.apply(ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]
+        started = _GradBoundary.apply(ANCHOR, differentiable, returned)
         changed.update(zip(differentiable, started, strict=True))
     return {**incoming, **changed}, leaves
