@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from penstock.api.simulation import simulate
@@ -186,7 +186,8 @@ def contents_of(plan_or_run: Plan | Run, staleness: str | None = None) -> Conten
         raise ViewError("a report needs a plan or a run", got=type(plan_or_run).__name__, hint=hint)
     run = plan_or_run if isinstance(plan_or_run, Run) else None
     plan = run.plan if run else plan_or_run
-    contents = Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), _versions())
+    versions = (("python", platform.python_version()), *((name, version(name)) for name in _PACKAGES))
+    contents = Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), versions)
     if staleness is None:
         return contents
     stream = simulate(plan, staleness=staleness, batches=NUM_BATCHES)
@@ -196,14 +197,3 @@ def contents_of(plan_or_run: Plan | Run, staleness: str | None = None) -> Conten
 def digest_of(plan: Plan) -> str:
     """SHA-256 of the plan as it is saved: two plans with the same digest are the same."""
     return hashlib.sha256(to_json(plan).encode()).hexdigest()
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    """Versions of Python and of installed packages, found without importing torch."""
-    versions = [("python", platform.python_version())]
-    for name in _PACKAGES:
-        try:
-            versions.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
-    return tuple(versions)

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from penstock.api.train_options import LogTarget
 from penstock.errors import RunError
-from penstock.ir import StepMetrics
+from penstock.ir import StepMetrics, replace_file
 
 FIELDS = tuple(field.name for field in fields(StepMetrics))
 
@@ -75,12 +75,7 @@ class LineFile(StepLog):
         """Write a step."""
         if self._last is None:
             earlier = [known for known in self.read() if known.step < metrics.step]
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            try:
-                temporary.write_text(self.header + "".join(map(self.line, earlier)), encoding="utf-8")
-                temporary.replace(self.path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_file(self.path, (self.header + "".join(map(self.line, earlier))).encode())
         with self.path.open("r+b") as file:
             if self._last is not None and self._last[0] == metrics.step:
                 start = file.seek(self._last[1])

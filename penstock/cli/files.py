@@ -56,23 +56,18 @@ def _suggest(path: Path) -> str:
 
 def write(path: Path, document: str | bytes) -> None:
     """Write a file, compressed if the name ends in `.gz`; an existing file stays intact until it is replaced."""
+    from penstock.ir import replace_file
+
     content = document.encode() if isinstance(document, str) else document
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)  # without a timestamp, equal traces give equal files
     check_target(path)
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)  # a device or pipe cannot be replaced
-        return
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(target)
+        # A link stays, and the file that it leads to is replaced; a device or pipe may have no other path.
+        replace_file(path if path.exists() and not path.is_file() else path.resolve(), content)
     except OSError as error:
         # Name the user's file, not the temporary one.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_targets(targets: Iterable[Path | None], source: Path | None = None) -> None:

@@ -51,11 +51,6 @@ class Times:
         str, Option(metavar="SIZE", help="Activations of one rank's layers for one microbatch.")
     ] = "1GiB"
 
-    @property
-    def are_equal(self) -> bool:
-        """Whether forward, input gradient and weight gradient take the same time."""
-        return self.forward == self.input_grad == self.weight_grad
-
     def costs(self, placement: "Placement") -> "StageCosts":
         """Costs of stages that share their rank's layers equally, so that every schedule does the same work."""
         from penstock.ir import StageCosts, parse_bytes

@@ -87,7 +87,7 @@ def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
 
     build = partial(penstock.schedule, name, sizes.ranks, sizes.microbatches, stages_per_rank=sizes.stages_per_rank)
     schedule = build()
-    if not times.are_equal:
+    if not times.forward == times.input_grad == times.weight_grad:
         # Weight gradients are placed where they fill gaps, which depends on how long passes take.
         schedule = build(costs=times.costs(schedule.placement))
     program = penstock.lower(schedule)

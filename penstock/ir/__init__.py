@@ -138,7 +138,7 @@ from penstock.ir.record import (
 )
 from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule, read_schedule
-from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
+from penstock.ir.text import format_lines, parse_action, read_orders, replace_file, write_atomic, write_csv
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState
 from penstock.ir.units import (

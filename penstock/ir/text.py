@@ -148,17 +148,22 @@ def write_csv(orders: Orders, path: str | Path | None = None) -> str:
 
 
 def write_atomic(path: str | Path, document: str | bytes) -> None:
-    """Write the document to a temporary file and rename it, so that the path never holds a partial document."""
-    content = document.encode() if isinstance(document, str) else document
-    temporary = Path(f"{path}.{os.getpid()}.temporary")
+    """Write a document with `replace_file`; raises FormatError if that fails."""
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            Path(path).write_bytes(content)  # a device or a pipe cannot be replaced by rename
-            return
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        replace_file(Path(path), document.encode() if isinstance(document, str) else document)
     except (OSError, ValueError, TypeError) as error:
         raise FormatError("cannot write the file", file=path, reason=error) from None
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a temporary file and rename it, so that the path never holds a partial document; raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)  # a device or a pipe cannot be replaced by rename
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
     finally:
         with suppress(OSError, ValueError):
             temporary.unlink()
