@@ -26,7 +26,7 @@ from penstock.api.rank_parameters import RankParameters, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
-from penstock.errors import CheckpointError, PlanError, RunError
+from penstock.errors import CheckpointError, PenstockError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
 from penstock.loss import LossWeights, has_parameters, loss_module
@@ -594,12 +594,10 @@ class Pipeline:
         """
         self.drain()
         optimizer = self._own_optimizer(optimizer)
-        request = SyncRequest("save", self.num_steps)
         try:
             options = CheckpointOptions(path, keep=keep, asynchronous=asynchronous)
         except CheckpointError as error:
-            self._sync.refuse(request, error)
-            raise
+            self._refuse("save", error)
         self.check_optimizer(optimizer)
         scaler = self._loss_head.scaler
         run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
@@ -786,7 +784,7 @@ class Pipeline:
         hint = f"{way}; {name}= of step and evaluate is not usable with this model"
         self._refuse(call, RunError(f"{name} is ambiguous: {problem}", hint=hint))
 
-    def _refuse(self, call: str, error: RunError) -> NoReturn:
+    def _refuse(self, call: str, error: PenstockError) -> NoReturn:
         """Raise an error of the arguments of a call, on every rank."""
         self._sync.refuse(SyncRequest(call, self.num_steps), error)
         raise error

@@ -256,10 +256,6 @@ class PipeInfo:
     has_loss_and_backward: bool = False
     """a field of torch's record; always False, because the schedule computes the loss"""
 
-    def tied_of(self, stage_index: int) -> Tied:
-        """The parameters that a stage shares with others."""
-        return tuple(entry for entry in self.tied if stage_index in entry[2])
-
 
 class Pipe:
     """A model cut into stages by `pipeline`. Called like the model, it runs all stages in this process.

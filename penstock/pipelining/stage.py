@@ -160,7 +160,7 @@ def build_stage(
         RunError: if torch.distributed is not initialised
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.tied = pipe_info.tied_of(stage_index)
+    stage.tied = [entry for entry in pipe_info.tied if stage_index in entry[2]]
     return stage
 
 
