@@ -26,7 +26,6 @@ from penstock.errors import PenstockError, PenstockWarning
 from penstock.ir import (
     Cluster,
     DeviceSpeed,
-    Fact,
     Kind,
     MessageCpu,
     Overhead,
@@ -220,17 +219,15 @@ def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, f
 def _send_seconds(trace: Trace) -> float:
     """The typical seconds of a Send."""
     sends = trace.program.table.kinds == Kind.SEND
-    return float(np.median((trace.ends.values - trace.starts.values)[sends]))
+    return float(np.median(trace.durations[sends]))
 
 
 def _latency(trace: Trace) -> float:
     """The typical seconds between a Send and the start of the pass that was waiting for the message."""
     program = trace.program
     sends = np.flatnonzero(program.table.kinds == Kind.SEND)
-    codes, makers = program.table.codes[sends], program.makers
-    source, target, microbatch = stage_of(codes), peer_of(codes), microbatch_of(codes)
-    facts = (makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch])
-    user = np.where(source < target, *facts)
+    codes = program.table.codes[sends]
+    user = program.makers.users(stage_of(codes), peer_of(codes), microbatch_of(codes))
     sent = trace.ends.values[sends]
     waited = trace.ends.values[user - 1] < sent
     return float(np.median((trace.starts.values[user] - sent)[waited])) if waited.any() else 0.0
@@ -238,5 +235,5 @@ def _latency(trace: Trace) -> float:
 
 def _pass_seconds(trace: Trace, kind: Kind, stage: int) -> float:
     """The typical seconds of a kind of pass of a stage."""
-    table, seconds = trace.program.table, trace.ends.values - trace.starts.values
-    return float(np.median(seconds[(table.kinds == kind) & (stage_of(table.codes) == stage)]))
+    table = trace.program.table
+    return float(np.median(trace.durations[(table.kinds == kind) & (stage_of(table.codes) == stage)]))

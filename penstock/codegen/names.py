@@ -20,8 +20,7 @@ from penstock.ir import Call
 
 _MAX_LENGTH = 32
 _FILE_NAMES = ("self", "model", "args", "kwargs", "given", "run", "PLACEMENT", "STAGES", "TIED", "CONSTANTS")
-# Torch's modules name their argument `input`, so callers may pass it by that name; generated code never calls input().
-_RESERVED = frozenset((*_FILE_NAMES, *vars(support), *dir(builtins), *keyword.softkwlist)) - {"input"}
+_RESERVED = frozenset((*_FILE_NAMES, *vars(support), *dir(builtins), *keyword.softkwlist))
 _STAGE_NAME = re.compile(r"Stage\d+", re.ASCII)
 _BLOCK_NAME = re.compile(r"(?:^|\.)([A-Za-z_]\w*(?:\.\d+)*)$", re.ASCII)
 """the end of a module name from the last word that is not an index: `layers.0` of `model.layers.0`"""

@@ -46,7 +46,7 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.arguments import as_int, choices_text, find_named, is_finite, parse_bytes
+from penstock.ir.arguments import as_int, choices_text, did_you_mean, find_named, is_finite, parse_bytes
 from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, LinkSpeed, MessageCpu, Overhead, Replicas
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
@@ -67,7 +67,7 @@ from penstock.ir.containers import (
     transform,
     unflatten_one_level,
 )
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
+from penstock.ir.costs import MessageCost, StageCosts, compute_stage_costs
 from penstock.ir.devices import DEVICES, LINKS, Device, DeviceSpeed, find_device, find_link, node_cluster
 from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import (
@@ -140,7 +140,7 @@ from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.text import format_lines, parse_action, read_orders, replace_file, write_atomic, write_csv
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
-from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState
+from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, StateBytes, TrainingState
 from penstock.ir.units import (
     align_columns,
     bytes_text,

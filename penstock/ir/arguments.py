@@ -74,6 +74,12 @@ def find_named(
     raise error(f"unknown {kind}", name=repr(name), hint=f"{hint}one of {', '.join(table)}")
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint with the known name that is closest to an unknown one; empty if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}" if close else ""
+
+
 def choices_text(names: Iterable[str | None]) -> str:
     """`"mean", "sum" or None`, for errors about an argument that must be one of these."""
     *others, last = ("None" if name is None else f'"{name}"' for name in names)

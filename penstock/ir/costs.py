@@ -25,7 +25,7 @@ from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
 from penstock.ir.profile import BYTES, NODE_SECONDS, PASS_NAMES, SECONDS, Profile, term_names
-from penstock.ir.training_state import TrainingState
+from penstock.ir.training_state import StateBytes, TrainingState
 
 _LARGEST = 1e100
 """sums and products of seconds and bytes up to this are finite"""
@@ -47,25 +47,6 @@ class MessageCost:
     """bytes of the values"""
     backward_bytes: int
     """bytes of their gradients"""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes that a stage holds during the whole step."""
-
-    parameters: int = 0
-    """bytes of the parameters"""
-    gradients: int = 0
-    """bytes of their gradients"""
-    optimizer: int = 0
-    """bytes of the optimizer's state"""
-    stashed: int = 0
-    """other versions of the parameters that an asynchronous pipeline keeps"""
-
-    @property
-    def total(self) -> int:
-        """Parameters, gradients, optimizer state and stashed parameters together."""
-        return self.parameters + self.gradients + self.optimizer + self.stashed
 
 
 @dataclass(frozen=True)
@@ -348,8 +329,7 @@ def compute_stage_costs(
     for nodes in runs:
         names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
         specs = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
-        gradients, optimizer = (sum(map(each, specs)) for each in (training.gradient_bytes, training.optimizer_bytes))
-        state.append(StateBytes(sum(spec.bytes for spec in specs), gradients, optimizer))
+        state.append(training.state_bytes(specs))
     return StageCosts(
         **seconds,
         activation_bytes=tuple(kept),
@@ -391,8 +371,6 @@ def _held_bytes(
                 replace(each, own=copies[node.name], values=node.reads) if node.name in again else each
                 for node, each in zip(runs[stage], saved[stage], strict=True)
             ]
-    # Saved values go by the first name of their storage group.
-    first = {name: group.values[0] for group in graph.storage for name in group.values}
     received: list[Counter[str]] = [Counter() for _ in stages]
     """by stage and value the bytes received from other ranks"""
     local_producer: list[dict[str, int]] = [{} for _ in stages]
@@ -400,7 +378,7 @@ def _held_bytes(
     for crossing in crossings:
         is_local = placement is not None and placement[crossing.producer] == placement[crossing.consumer]
         for value in crossing.values:
-            name = first.get(value.name, value.name)
+            name = graph.storage_of(value.name)
             if is_local:
                 local_producer[crossing.consumer][name] = crossing.producer
             else:
@@ -413,8 +391,8 @@ def _held_bytes(
         own = (name for name in held[stage] if name not in producer or name not in held[producer[name]])
         return sum(received[stage].get(name, sizes.get(name, 0)) for name in own)
 
-    values = [{first.get(name, name) for each in stage for name in each.values} for stage in saved]
-    late_values = [{first.get(name, name) for each in stage for name in each.late_values} for stage in saved]
+    values = [{graph.storage_of(name) for each in stage for name in each.values} for stage in saved]
+    late_values = [{graph.storage_of(name) for each in stage for name in each.late_values} for stage in saved]
     kept, late = [], []
     for stage, each_saved in enumerate(saved):
         gradients = {name for each in each_saved for name in each.late_gradients}

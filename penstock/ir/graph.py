@@ -190,6 +190,10 @@ class Graph:
         """The canonical name of the tensor: the first of its tied names, or its own."""
         return self._first_name.get(parameter, parameter)
 
+    def storage_of(self, value: str) -> str:
+        """The canonical name of the memory of a value: the first of the values that share it, or its own."""
+        return self._first_in_storage.get(value, value)
+
     @cached_property
     def makers(self) -> dict[str, Node]:
         """The node that makes each value; inputs have none."""
@@ -248,6 +252,10 @@ class Graph:
     @cached_property
     def _first_name(self) -> dict[str, str]:
         return {name: group[0] for group in self.tied for name in group}
+
+    @cached_property
+    def _first_in_storage(self) -> dict[str, str]:
+        return {name: group.values[0] for group in self.storage for name in group.values}
 
 
 def _check_distinct(what: str, names: Iterable[str]) -> None:

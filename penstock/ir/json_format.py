@@ -17,7 +17,7 @@ import numpy as np
 from penstock.errors import FormatError, PenstockError
 from penstock.ir.batch_split_rules import Ragged, Rows
 from penstock.ir.cluster import Cluster, Link, MessageCpu, Overhead, Replicas
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+from penstock.ir.costs import MessageCost, StageCosts
 from penstock.ir.devices import DeviceSpeed
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import Orders
@@ -29,7 +29,7 @@ from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.text import write_atomic
 from penstock.ir.trace import Curve, Series, Trace
-from penstock.ir.training_state import TrainingState
+from penstock.ir.training_state import StateBytes, TrainingState
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -336,6 +336,11 @@ class Makers:
     def __getitem__(self, fact: Fact) -> Indices:
         return self._index[fact]
 
+    def users(self, source: Codes, target: Codes, microbatch: Codes) -> Indices:
+        """The actions that use messages between stages: values go to a later stage, gradients to an earlier one."""
+        outputs, gradients = self[Fact.OUTPUT], self[Fact.INPUT_GRADIENT]
+        return np.where(target > source, outputs[target, microbatch], gradients[target, microbatch])
+
     def times(self, fact: Fact) -> Indices:
         """Number of actions that make each fact, by (stage, microbatch)."""
         return self._times[fact].reshape(self._index[fact].shape)

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
 
 from penstock.errors import PartitionError
+from penstock.ir.arguments import did_you_mean
 from penstock.ir.graph import Graph, Node, Value
 from penstock.ir.placement import Cuts
 
@@ -68,7 +68,7 @@ class Partition:
     def stage_of(self, node: str) -> int:
         """The stage that owns the node."""
         if node not in self._stage_of:
-            raise PartitionError("no stage owns this node", node=repr(node), hint=_nearest(node, self._stage_of))
+            raise PartitionError("no stage owns this node", node=repr(node), hint=did_you_mean(node, self._stage_of))
         return self._stage_of[node]
 
     def check(self, graph: Graph) -> None:
@@ -76,7 +76,7 @@ class Partition:
         names = {node.name for node in graph.nodes}
         for node, stage in self._stage_of.items():
             if node not in names:
-                raise PartitionError("no such node", node=repr(node), stage=stage, hint=_nearest(node, names))
+                raise PartitionError("no such node", node=repr(node), stage=stage, hint=did_you_mean(node, names))
         if missing := [node.name for node in graph.nodes if node.name not in self._stage_of]:
             raise PartitionError("every node must be in a stage", nodes=len(missing), first=repr(missing[0]))
         for producer, consumer, value in _sent_edges(graph):
@@ -179,8 +179,3 @@ def _from_inputs(graph: Graph, values: Iterable[str]) -> set[str]:
 
 def _edges(crossings: Iterable[Crossing]) -> list[tuple[int, int]]:
     return [(crossing.producer, crossing.consumer) for crossing in crossings]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = get_close_matches(name, list(known), n=1)
-    return f"did you mean {found[0]!r}" if found else ""

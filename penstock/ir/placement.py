@@ -44,6 +44,13 @@ class Placement:
         """Number of ranks."""
         return max(self.ranks) + 1
 
+    @property
+    def kind(self) -> str:
+        """How stages are placed on ranks: "loop", "vee", or "mixed" for any other placement."""
+        if self == Placement.loop(self.num_ranks, self.num_stages // self.num_ranks):
+            return "loop"
+        return "vee" if self == Placement.vee(self.num_ranks) else "mixed"
+
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank, ascending."""

@@ -42,7 +42,7 @@ class Choices:
     schedule: str
     recompute: tuple[bool, ...]
     placement: str = "given"
-    """how stages are placed on ranks: "loop", "vee", or "mixed" for any other placement; "given" if left out"""
+    """the kind of the Placement; "given" if left out"""
 
 
 @dataclass(frozen=True)

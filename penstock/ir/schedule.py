@@ -144,6 +144,10 @@ class Schedule(_Ordered):
         placement, num_microbatches = _infer_sizes(table)
         return cls(placement, num_microbatches, table)
 
+    def with_cuts(self, cuts: Cuts | None = None) -> "Program":
+        """The same order for a model with these cuts, without messages; None: every stage reads the previous one."""
+        return Program(self.placement, self.num_microbatches, cuts or Cuts.chain(self.num_stages), self.table)
+
     def dependencies(self) -> Dependencies:
         """All dependencies between its actions, over a chain of stages."""
         return find_dependencies(self.table.passes, self.makers, Cuts.chain(self.num_stages))

@@ -190,15 +190,20 @@ class Trace:
         return np.isin(self.program.table.kinds, COMPUTE_KINDS)
 
     @cached_property
+    def durations(self) -> NDArray[np.float64]:
+        """Seconds of every action."""
+        return self.ends.values - self.starts.values
+
+    @cached_property
     def work(self) -> tuple[float, ...]:
         """Seconds of compute of every rank."""
-        busy = np.where(self._compute, self.ends.values - self.starts.values, 0.0)
+        busy = np.where(self._compute, self.durations, 0.0)
         return tuple(np.bincount(self.program.table.rank_of, busy, self.num_ranks).tolist())
 
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:
         """Seconds of compute of every stage; an overlapped pair counts for the stage of the forward."""
-        table, busy = self.program.table, np.where(self._compute, self.ends.values - self.starts.values, 0.0)
+        table, busy = self.program.table, np.where(self._compute, self.durations, 0.0)
         stages = np.where(self._compute, stage_of(table.codes), 0)
         return tuple(np.bincount(stages, busy, self.program.num_stages).tolist())
 
@@ -280,7 +285,7 @@ def critical_path(trace: Trace) -> tuple[Span | Transfer, ...]:
     sends = np.flatnonzero(table.kinds == Kind.SEND)
     message_of = {code: num_actions + number for number, code in enumerate(table.codes[sends].tolist())}
     # Per action the nearest earlier action of its rank that took time or is a pass; -1 if there is none.
-    has_duration = np.isin(table.kinds, COMPUTE_KINDS) | (trace.ends.values > trace.starts.values)
+    has_duration = np.isin(table.kinds, COMPUTE_KINDS) | (trace.durations > 0)
     nearest = np.maximum.accumulate(np.where(has_duration, np.arange(num_actions), -1))
     above = np.concatenate(([-1], nearest[:-1]))
     before_on_rank = np.where(above >= table.starts[table.rank_of], above, -1)

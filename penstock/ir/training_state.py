@@ -1,5 +1,6 @@
 """Bytes that training holds besides parameters and activations: gradients, optimizer state, master weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import CostError
@@ -19,6 +20,25 @@ OPTIMIZERS = {
 }
 """the state that each optimizer holds"""
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16")
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a stage holds during the whole step."""
+
+    parameters: int = 0
+    """bytes of the parameters"""
+    gradients: int = 0
+    """bytes of their gradients"""
+    optimizer: int = 0
+    """bytes of the optimizer's state"""
+    stashed: int = 0
+    """other versions of the parameters that an asynchronous pipeline keeps"""
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients, optimizer state and stashed parameters together."""
+        return self.parameters + self.gradients + self.optimizer + self.stashed
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,15 @@ class TrainingState:
         names = {name: name for name in OPTIMIZERS}
         found = find_named("optimizer", optimizer or "none", names, CostError, {"adam": "adamw"})
         return cls(found, precision)
+
+    def state_bytes(self, specs: Iterable[TensorSpec]) -> StateBytes:
+        """Bytes that one replica holds for parameters and buffers during the whole step."""
+        found = list(specs)
+        return StateBytes(
+            sum(spec.bytes for spec in found),
+            sum(map(self.gradient_bytes, found)),
+            sum(map(self.optimizer_bytes, found)),
+        )
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a parameter."""

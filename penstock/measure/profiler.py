@@ -170,12 +170,11 @@ def _profile(
     flops: Mapping[str, int] | None = None,
 ) -> Profile:
     """The profile of a graph from its nodes, except those left out; `sizes` are bytes of storage behind values."""
-    first_of = {name: group.values[0] for group in graph.storage for name in group.values}
     state_bytes = {value.name: value.spec.bytes for value in (*graph.parameters, *graph.buffers)}
 
     def shared(values: Iterable[str]) -> tuple[str, ...]:
         """Storage is named by the first value in it; inputs of the model are kept in any case."""
-        return tuple(name for name in dict.fromkeys(first_of.get(v, v) for v in values) if name in graph.makers)
+        return tuple(name for name in dict.fromkeys(map(graph.storage_of, values)) if name in graph.makers)
 
     def state(names: Iterable[str]) -> int:
         return sum(state_bytes[name] for name in {graph.tensor_of(name) for name in names})
@@ -185,7 +184,7 @@ def _profile(
     costs = []
     for node in graph.nodes:
         holds, peak = memories.get(node.name, Memory())
-        made = {first_of.get(value.name, value.name) for value in node.makes}
+        made = {graph.storage_of(value.name) for value in node.makes}
         own = [name for name in made if name in graph.makers and graph.makers[name] is node]
         gradients = sum(graph.spec(name).bytes for name in holds.late_gradients)
         memory = NodeBytes(
@@ -202,7 +201,7 @@ def _profile(
         costs.append(
             NodeCost(node.name, **times.get(node.name, Times())._asdict(), memory=memory, saved=saved, flops=counted)
         )
-    pairs = tuple((name, size) for name, size in sizes.items() if first_of.get(name, name) == name)
+    pairs = tuple((name, size) for name, size in sizes.items() if graph.storage_of(name) == name)
     return Profile(tuple(costs), step_seconds, graph.fingerprint, device, versions, pairs)
 
 

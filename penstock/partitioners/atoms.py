@@ -6,7 +6,6 @@ Incidence lists which.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Profile, TrainingState
+from penstock.ir import Graph, Profile, TrainingState, did_you_mean
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -305,31 +304,27 @@ def _tensors(graph: Graph, runs: Pairs, training: TrainingState) -> Tensors:
     """Parameters and buffers with the atoms that use them; `runs` are the nodes that each atom runs."""
     state = [*((value, True) for value in graph.parameters), *((value, False) for value in graph.buffers)]
     number = {value.name: index for index, (value, _) in enumerate(state)}
-    size = np.array([value.spec.bytes for value, _ in state], dtype=np.float64)
-    added = [training.gradient_bytes(value.spec) + training.optimizer_bytes(value.spec) for value, _ in state]
-    is_parameter = np.array([found for _, found in state], dtype=np.float64)
+    held = np.array([training.state_bytes([value.spec]).total for value, _ in state], dtype=np.float64)
+    parameters = [value.spec.bytes if is_parameter else 0 for value, is_parameter in state]
     uses = [
         (number[graph.tensor_of(name)], user)
         for place, user in runs
         for name in graph.nodes[place].parameters + graph.nodes[place].buffers
     ]
     pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)
-    held = size + np.array(added, dtype=np.float64)
-    return Tensors(held, size * is_parameter, Incidence.of(pairs[:, 0], pairs[:, 1]))
+    return Tensors(held, np.array(parameters, dtype=np.float64), Incidence.of(pairs[:, 0], pairs[:, 1]))
 
 
 def _saved(graph: Graph, profile: Profile, runs: Pairs) -> SavedValues:
     """The values that are held for the backward with the atoms that save them, if the profile has measured them."""
     if not profile.held:
         return SavedValues(np.zeros(0), Incidence.of([], []), False)
-    # Values that share storage go by the first name of that storage.
-    first = {name: group.values[0] for group in graph.storage for name in group.values}
     number = {name: index for index, (name, _) in enumerate(profile.held)}
     uses = [
         (number[name], user)
         for place, user in runs
         for value in profile[graph.nodes[place].name].saved.values
-        if (name := first.get(value, value)) in number
+        if (name := graph.storage_of(value)) in number
     ]
     pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)
     sizes = np.array([size for _, size in profile.held], dtype=np.float64)
@@ -379,6 +374,5 @@ def places_of_module(
     found = [n for n, node in enumerate(graph.nodes) if node.module == module or node.module.startswith(f"{module}.")]
     if not found:
         known = sorted({*names, *(node.module for node in graph.nodes)} - {""})
-        close = get_close_matches(str(module), known, n=1)
-        raise PartitionError(problem, name=repr(module), hint=f"did you mean {close[0]!r}" if close else "")
+        raise PartitionError(problem, name=repr(module), hint=did_you_mean(str(module), known))
     return found

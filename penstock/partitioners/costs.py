@@ -186,8 +186,8 @@ class SharedWeights:
 class RunWeights:
     """The weight of runs whose atoms have weights of their own and share items; longer runs weigh more."""
 
-    added: Floats
-    """the own weight of all atoms before each place"""
+    prefix: Floats
+    """prefix sums: the own weight of all atoms before each place"""
     shared: SharedWeights
 
     @classmethod
@@ -203,23 +203,23 @@ class RunWeights:
 
     def over(self, box: Box) -> Floats:
         """Returns the weight of every run of a box."""
-        own = self.added[None, box.low : box.high + 1] - self.added[box.first : box.last + 1, None]
+        own = self.prefix[None, box.low : box.high + 1] - self.prefix[box.first : box.last + 1, None]
         return own + self.shared.over(box) if len(self.shared) else own
 
     def of_run(self, start: int, end: int) -> float:
         """Returns the weight of one run."""
         if not len(self.shared):
-            return self._added[end] - self._added[start]
+            return self._prefix[end] - self._prefix[start]
         return float(self.over(Box(start, start, end, end))[0, 0])
 
     def last_end(self, start: int, limit: float) -> int:
         """Returns the last place at which a run from `start` may end without exceeding the limit."""
-        added = self._added
-        end = bisect_right(added, added[start] + limit, start) - 1
+        prefix = self._prefix
+        end = bisect_right(prefix, prefix[start] + limit, start) - 1
         # The sum in the bisection and the difference that counts are rounded differently.
-        while end < len(added) - 1 and added[end + 1] - added[start] <= limit:
+        while end < len(prefix) - 1 and prefix[end + 1] - prefix[start] <= limit:
             end += 1
-        while added[end] - added[start] > limit:
+        while prefix[end] - prefix[start] > limit:
             end -= 1
         if not len(self.shared):
             return end
@@ -227,11 +227,11 @@ class RunWeights:
 
     def first_start(self, end: int, limit: float) -> int:
         """Returns the first place at which a run to `end` may start without exceeding the limit."""
-        added = self._added
-        start = bisect_left(added, added[end] - limit, 0, end)
-        while start > 0 and added[end] - added[start - 1] <= limit:
+        prefix = self._prefix
+        start = bisect_left(prefix, prefix[end] - limit, 0, end)
+        while start > 0 and prefix[end] - prefix[start - 1] <= limit:
             start -= 1
-        while added[end] - added[start] > limit:
+        while prefix[end] - prefix[start] > limit:
             start += 1
         if not len(self.shared):
             return start
@@ -239,9 +239,9 @@ class RunWeights:
         return start + bisect_left((-falling).tolist(), -limit)
 
     @cached_property
-    def _added(self) -> list[float]:
+    def _prefix(self) -> list[float]:
         # Scalars are read from a list, which is several times faster than from an array.
-        values: list[float] = self.added.tolist()
+        values: list[float] = self.prefix.tolist()
         return values
 
 

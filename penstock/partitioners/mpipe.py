@@ -99,7 +99,7 @@ def _free_placement(problem: Problem, number: int) -> Iterator[Score]:
     group = coarsen(Runs(problem.atoms), max(DENSE, number))
     atoms = problem.atoms.merged(group)
     places = np.array(pieces(problem.graph, atoms, number))
-    weights = np.diff(Runs(atoms).seconds.added[places])
+    weights = np.diff(Runs(atoms).seconds.prefix[places])
     rank = np.array(assign_ranks(weights, problem.cluster.ranks))
     if len(set(rank.tolist())) < problem.cluster.ranks:
         return
@@ -135,9 +135,9 @@ def pieces(graph: Graph, atoms: Atoms, number: int) -> list[int]:
     if len(places) - 1 < number:
         places = list(range(len(atoms) + 1))
     runs = Runs(atoms)
-    added, crossing = runs.seconds.added, runs.bytes_to_end
+    prefix, crossing = runs.seconds.prefix, runs.bytes_to_end
     while len(places) - 1 > number:
-        weights = added[places[2:]] - added[places[:-2]]
+        weights = prefix[places[2:]] - prefix[places[:-2]]
         del places[1 + int(np.lexsort((-crossing[places[1:-1]], weights))[0])]
     return places
 

@@ -158,9 +158,9 @@ def lower_bound(problem: Problem) -> float:
     work = float(atoms.seconds.sum() + atoms.input_only.seconds.sum())
     # Pigeonhole: of the k * ranks + 1 longest atoms, k + 1 share a rank, at best the shortest of them.
     longest = np.sort(atoms.seconds)[::-1]
-    added = np.concatenate(([0.0], np.cumsum(longest)))
+    prefix = np.concatenate(([0.0], np.cumsum(longest)))
     k = np.arange((len(longest) - 1) // len(ranks) + 1)
-    together = float((added[k * len(ranks) + 1] - added[k * len(ranks) - k]).max())
+    together = float((prefix[k * len(ranks) + 1] - prefix[k * len(ranks) - k]).max())
     return max(work / float((1 / slowness).sum()), together * float(slowness.min()))
 
 

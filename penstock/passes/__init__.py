@@ -5,7 +5,6 @@ add_reductions.py, add_shard_moves.py, add_frees.py. verification.py has `verify
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 from penstock.errors import ScheduleError
 from penstock.ir import Cuts, Kind, Program, Schedule
@@ -13,7 +12,7 @@ from penstock.passes.add_frees import AddFrees
 from penstock.passes.add_reductions import AddReductions
 from penstock.passes.add_shard_moves import AddShardMoves
 from penstock.passes.add_transfers import AddTransfers
-from penstock.passes.base import Pass, ProgramPass
+from penstock.passes.base import Pass
 from penstock.passes.hoist_receives import HoistReceives
 from penstock.passes.verification import check_complete, verify
 
@@ -64,29 +63,22 @@ def lower(
     """
     if not isinstance(schedule, Schedule | Program):
         raise ScheduleError("lower must be given a Schedule or a Program", got=type(schedule).__name__)
-    chosen = sorted((_find_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
-    if not chosen or not isinstance(chosen[0], AddTransfers):
-        raise ScheduleError("lower must run add_transfers", passes=[step.name for step in chosen])
-    if isinstance(schedule, Program):
+    names = list(PASSES)
+    steps: list[Pass] = []
+    for entry in passes:
+        if not isinstance(entry, Pass) and entry not in PASSES:
+            raise ScheduleError("unknown pass", name=repr(entry), hint=f"one of {', '.join(PASSES)}")
+        steps.append(entry if isinstance(entry, Pass) else PASSES[entry]())
+    steps.sort(key=lambda step: names.index(step.name))
+    if not steps or not isinstance(steps[0], AddTransfers):
+        raise ScheduleError("lower must run add_transfers", passes=[step.name for step in steps])
+    if isinstance(schedule, Schedule):
+        program = schedule.with_cuts(cuts)
+    else:
         program = schedule if cuts is None else schedule.with_cuts(cuts)
         known = set(program.table.kinds.tolist())
-        for step in chosen:
-            # A pass that is not in _ADDED would change the given order of messages: it is not run.
-            if type(step) in _ADDED and known.isdisjoint(_ADDED[type(step)]):
-                program = cast(ProgramPass, step)(program)
-        return program
-    program = chosen[0](schedule)
-    for step in chosen[1:]:
-        program = cast(ProgramPass, step)(program)
+        # A pass that is not in _ADDED would change the given order of messages: it is not run.
+        steps = [step for step in steps if type(step) in _ADDED and known.isdisjoint(_ADDED[type(step)])]
+    for step in steps:
+        program = step(program)
     return program
-
-
-def _find_pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
-    """The pass of a name, with its default options and the cuts, or the given pass itself."""
-    if isinstance(entry, AddTransfers) and cuts not in (None, entry.cuts):
-        raise ScheduleError("cuts are given twice, to lower and to AddTransfers", hint="give them to one of the two")
-    if isinstance(entry, Pass):
-        return entry
-    if entry not in PASSES:
-        raise ScheduleError("unknown pass", name=repr(entry), hint=f"one of {', '.join(PASSES)}")
-    return AddTransfers(cuts) if entry == AddTransfers.name else PASSES[entry]()

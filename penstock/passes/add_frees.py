@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir import Kind, Program, pack
-from penstock.passes.base import ProgramPass
+from penstock.passes.base import Pass
 
 _USERS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.SEND)
 
 
 @dataclass(frozen=True)
-class AddFrees(ProgramPass):
+class AddFrees(Pass):
     """Free(stage, microbatch) after its last pass and its last Send."""
 
     name = "add_frees"

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir import Fact, Kind, Program, pack
-from penstock.passes.base import ProgramPass
+from penstock.passes.base import Pass
 
 
 @dataclass(frozen=True)
-class AddReductions(ProgramPass):
+class AddReductions(Pass):
     """Reduce(stage) after the stage's last B or W and the messages that follow it."""
 
     name = "add_reductions"

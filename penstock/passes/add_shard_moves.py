@@ -9,11 +9,11 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, pack
-from penstock.passes.base import ProgramPass
+from penstock.passes.base import Pass
 
 
 @dataclass(frozen=True)
-class AddShardMoves(ProgramPass):
+class AddShardMoves(Pass):
     """Unshard a stage before use, Reshard it when it is not among the next `ahead` stages."""
 
     ahead: int = 3

@@ -11,37 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir import (
-    Cuts,
-    Dependencies,
-    Fact,
-    Kind,
-    Program,
-    Schedule,
-    StageCosts,
-    find_dependencies,
-    pack,
-    pass_seconds,
-    walk_passes,
-)
+from penstock.ir import Dependencies, Fact, Kind, Program, StageCosts, pack, pass_seconds, walk_passes
 from penstock.passes.base import Pass
 from penstock.passes.verification import deadlock_error
 
 
 @dataclass(frozen=True)
 class AddTransfers(Pass):
-    """Schedule -> Program with messages over the cuts."""
+    """A Send and a Recv for every value that crosses ranks; the program has no messages before."""
 
-    cuts: Cuts | None = None
-    """the edges between stages; None: every stage reads the one before it"""
     name = "add_transfers"
 
-    def __call__(self, schedule: Schedule) -> Program:
-        table, cuts = schedule.table, self.cuts or Cuts.chain(schedule.num_stages)
-        program = Program(schedule.placement, schedule.num_microbatches, cuts, table)
-        dependencies = find_dependencies(table.passes, schedule.makers, cuts)
+    def __call__(self, program: Program) -> Program:
+        table, dependencies = program.table, program.dependencies()
         _check_all_made(dependencies)
-        seconds = pass_seconds(table, StageCosts.uniform(schedule.num_stages))
+        seconds = pass_seconds(table, StageCosts.uniform(program.num_stages))
         walked = walk_passes(table, dependencies, seconds)
         if not walked.finished:
             raise deadlock_error(program, walked.blocked)

@@ -7,13 +7,9 @@ from penstock.ir import Program
 
 
 class Pass(ABC):
-    """One named step of lowering, by its name in the table PASSES."""
+    """One step of lowering, by its name in the table PASSES: adds actions to a program or moves them."""
 
     name: ClassVar[str]
-
-
-class ProgramPass(Pass):
-    """A step that adds actions to a program or moves them."""
 
     @abstractmethod
     def __call__(self, program: Program) -> Program: ...

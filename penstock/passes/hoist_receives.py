@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, peer_of
-from penstock.passes.base import ProgramPass
+from penstock.passes.base import Pass
 
 
 @dataclass(frozen=True)
-class HoistReceives(ProgramPass):
+class HoistReceives(Pass):
     """Recv moves up over at most `ahead` compute actions."""
 
     ahead: int = 2

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Codes,
-    Cuts,
     Dependencies,
     Fact,
     Kind,
@@ -63,11 +62,7 @@ def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = N
         raise ScheduleError("verify must be given a Schedule or a Program", got=type(subject).__name__)
     if in_flight is not None and (as_int(in_flight) is None or in_flight < 0):
         raise ScheduleError("in_flight must be a count, 0 or more", in_flight=repr(in_flight))
-    if isinstance(subject, Program):
-        program = subject
-    else:
-        cuts = Cuts.chain(subject.num_stages)
-        program = Program(subject.placement, subject.num_microbatches, cuts, subject.table)
+    program = subject if isinstance(subject, Program) else subject.with_cuts()
     check_complete(program)
     dependencies = program.dependencies()
     _check_own_order(program, dependencies)

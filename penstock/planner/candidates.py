@@ -370,14 +370,8 @@ def _layout(
             hint="stages_per_rank=None, or a schedule for that many stages per rank",
         )
     partition.check(measured.graph)
-    ranks = placement.num_ranks
-    kind = "mixed"
-    if placement.num_stages % ranks == 0 and placement == Placement.loop(ranks, placement.num_stages // ranks):
-        kind = "loop"
-    elif placement.num_stages == 2 * ranks and placement == Placement.vee(ranks):
-        kind = "vee"
     schedule = options.schedule if isinstance(options.schedule, str) else GIVEN
-    choices = Choices(name, schedule, (False,) * partition.num_stages, kind)
+    choices = Choices(name, schedule, (False,) * partition.num_stages, placement.kind)
     return StageLayout(measured, partition, placement, count, options.cluster, choices, options.training)
 
 

@@ -24,6 +24,7 @@ from penstock.ir import (
     Plan,
     Replicas,
     Search,
+    StateBytes,
     bytes_text,
     node_cluster,
     percent_text,
@@ -262,7 +263,7 @@ class DeviceSearch:
             load += sum(each.seconds_of(Kind.FORWARD) for each in model.measured.profile.costs) / ranks
         fill = (ranks - 1) * model.total / ranks / per_rank
         replicas = self._pool.replicas(ranks, layout.tensor_parallel)
-        return load * layout.microbatches + fill + replicas.reduction_seconds(model.gradient_bytes / ranks / per_rank)
+        return load * layout.microbatches + fill + replicas.reduction_seconds(model.state.gradients / ranks / per_rank)
 
     # Simulated layouts
 
@@ -402,24 +403,16 @@ class _RankModel:
         limit = LIGHT * self.total / stages
         return int(np.minimum(self.node_seconds / limit, 1.0).sum()) if limit else len(self.node_seconds)
 
-    def state_bytes(self, replicas: int) -> float:
-        """Parameters, gradients and optimizer state of all ranks of a pipeline that has that many replicas."""
-        optimizer = self._optimizer_bytes / (replicas if self.options.shard_optimizer else 1)
-        return self._parameter_bytes + self.gradient_bytes + optimizer
-
     @cached_property
-    def _parameter_bytes(self) -> int:
-        return sum(value.spec.bytes for value in self.measured.graph.parameters)
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Gradients of all ranks of a pipeline."""
-        return sum(self.options.training.gradient_bytes(value.spec) for value in self.measured.graph.parameters)
-
-    @cached_property
-    def _optimizer_bytes(self) -> int:
+    def state(self) -> StateBytes:
+        """Parameters, gradients and optimizer state of all ranks of a pipeline, without shards."""
         whole = replace(self.options.training, optimizer_shards=1)
-        return sum(whole.optimizer_bytes(value.spec) for value in self.measured.graph.parameters)
+        return whole.state_bytes(value.spec for value in self.measured.graph.parameters)
+
+    def state_bytes(self, replicas: int) -> float:
+        """The same in a pipeline that has that many replicas, over which the optimizer's state may be sharded."""
+        optimizer = self.state.optimizer / (replicas if self.options.shard_optimizer else 1)
+        return self.state.parameters + self.state.gradients + optimizer
 
     @cached_property
     def activation_bytes(self) -> int:

@@ -134,7 +134,7 @@ class SlowRankDetector:
         shortest = np.full((len(Kind), trace.program.num_stages), np.inf)
         passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
         where = table.kinds[passes], stage_of(table.codes[passes])
-        np.minimum.at(shortest, where, (trace.ends.values - trace.starts.values)[passes])
+        np.minimum.at(shortest, where, trace.durations[passes])
         ratios = self._ratios(trace, shortest)
         self._steps.append(_Step(step, shortest, ratios, ratios.slow(*self._limits())))
         times = np.sum([each.is_slow for each in self._steps], axis=0)

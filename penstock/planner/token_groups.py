@@ -130,12 +130,7 @@ class TokenCosts:
     def add(self, trace: Trace, groups: Sequence[TokenGroup]) -> None:
         """Fit the costs to the recorded passes of a step."""
         table = trace.program.table
-        columns = (
-            table.kinds,
-            stage_of(table.codes),
-            microbatch_of(table.codes),
-            trace.ends.values - trace.starts.values,
-        )
+        columns = table.kinds, stage_of(table.codes), microbatch_of(table.codes), trace.durations
         passes: dict[tuple[int, int], list[tuple[float, float, float, float]]] = {}
         for kind, stage, microbatch, seconds in zip(*(column.tolist() for column in columns), strict=True):
             if kind in PASS_NAMES and seconds > 0:

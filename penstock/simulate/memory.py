@@ -92,12 +92,9 @@ def _buffers(program: Program, costs: StageCosts) -> Changes:
     recv = np.flatnonzero(table.kinds == Kind.RECV)
     codes = table.codes[recv]
     stage, peer, microbatch = stage_of(codes), peer_of(codes), microbatch_of(codes)
-    makers = program.makers
-    is_value = stage > peer
-    user = np.where(is_value, makers[Fact.OUTPUT][stage, microbatch], makers[Fact.INPUT_GRADIENT][stage, microbatch])
-    sizes = costs.message_bytes(peer, stage)
+    user, sizes = program.makers.users(peer, stage, microbatch), costs.message_bytes(peer, stage)
     allocated = Changes(recv, np.full(len(recv), _START), sizes)
-    freed = Changes(user, np.where(is_value, _START, _END), -sizes)
+    freed = Changes(user, np.where(stage > peer, _START, _END), -sizes)
     return _join([allocated, freed])
 
 

@@ -18,7 +18,6 @@ from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     COMPUTE_KINDS,
     Cluster,
-    Fact,
     Kind,
     Needs,
     Program,
@@ -162,12 +161,10 @@ class _FixedOrder:
         before_send = np.searchsorted(self.computes, send) - 1
         before_send[before_send < self._rank_starts[table.rank_of[send]]] = -1
         source, target, microbatch = (of(table.codes[send]) for of in (stage_of, peer_of, microbatch_of))
-        outputs, gradients = (program.makers[fact] for fact in (Fact.OUTPUT, Fact.INPUT_GRADIENT))
-        user = np.where(target > source, outputs[target, microbatch], gradients[target, microbatch])
         self.messages = _Messages(
             send,
             before_send,
-            np.searchsorted(self.computes, user),
+            np.searchsorted(self.computes, program.makers.users(source, target, microbatch)),
             which,
             rates.occupied(costs.message_bytes(source, target)),
             rates.latency,

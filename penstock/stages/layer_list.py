@@ -1,12 +1,12 @@
 """A model given as a list of modules and functions that are called one after another."""
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import PartitionError
+from penstock.ir import did_you_mean
 from penstock.stages.stage import register_by_name
 
 Entry = str | nn.Module | Callable[..., Any]
@@ -63,6 +63,5 @@ def _resolve_entry(model: nn.Module, entry: Entry) -> Callable[..., Any]:
         return entry
     known = dict(model.named_modules())
     if entry not in known:
-        close = get_close_matches(entry, list(known), n=1)
-        raise PartitionError("no such module", name=repr(entry), hint=f"did you mean {close[0]!r}" if close else "")
+        raise PartitionError("no such module", name=repr(entry), hint=did_you_mean(entry, known))
     return known[entry]

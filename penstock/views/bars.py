@@ -45,7 +45,7 @@ class Bars:
         """All passes of a trace, and those of its other stage actions that took time."""
         table = trace.program.table
         found = table.passes
-        took_time = (trace.ends.values > trace.starts.values)[found.index]
+        took_time = trace.durations[found.index] > 0
         shown = np.isin(found.kind, COMPUTE_KINDS)
         shown |= np.isin(found.kind, (Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD)) & took_time
         is_pair = table.kinds[found.index] == Kind.OVERLAP

@@ -67,8 +67,7 @@ def megatron(plan: Plan, csv: str) -> str:
     Megatron runs its own 1F1B order, interleaved if a rank has several stages; `csv` is for reference.
     """
     ranks = plan.num_ranks
-    depth, rest = divmod(plan.num_stages, ranks)
-    if rest or plan.schedule.placement != Placement.loop(ranks, depth):
+    if plan.schedule.placement.kind != "loop":
         raise PlanError("the placement must be a loop", placement=plan.schedule.placement.ranks, hint=_LOOP)
     lists = module_lists(plan)
     matches = [[match for name in names if (match := _LAYER.search(name))] for names in lists]
@@ -93,7 +92,7 @@ def megatron(plan: Plan, csv: str) -> str:
     ]
     if _recomputes(plan):
         lines += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    order = "1F1B" if depth == 1 else "interleaved 1F1B"
+    order = "1F1B" if plan.num_stages == ranks else "interleaved 1F1B"
     return "\n".join((f"# Megatron runs {order}; the planned order is in {csv}", *lines)) + "\n"
 
 
@@ -220,14 +219,13 @@ def _unit(module: str) -> str:
 
 def _schedule(plan: Plan) -> str:
     """The schedule name that implies this placement; the order itself is in the CSV."""
-    ranks, placement = plan.num_ranks, plan.schedule.placement
-    depth, rest = divmod(plan.num_stages, ranks)
-    if not rest and placement == Placement.loop(ranks, depth):
-        return "1F1B" if depth == 1 else "Interleaved1F1B"
-    if placement == Placement.vee(ranks):
+    placement = plan.schedule.placement
+    if placement.kind == "mixed":
+        hint = "--stages-per-rank 1, or a schedule such as interleaved or zbv"
+        raise PlanError("the placement must be a loop or a vee", placement=placement.ranks, hint=hint)
+    if placement.kind == "vee":
         return "ZBVZeroBubble"
-    hint = "--stages-per-rank 1, or a schedule such as interleaved or zbv"
-    raise PlanError("the placement must be a loop or a vee", placement=placement.ranks, hint=hint)
+    return "1F1B" if plan.num_stages == plan.num_ranks else "Interleaved1F1B"
 
 
 def _samples(plan: Plan) -> int:

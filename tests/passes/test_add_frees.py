@@ -18,7 +18,7 @@ def uses(action: Action, stage: int, microbatch: int) -> bool:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_everything_is_freed_directly_after_its_last_use(name: str, shape: int) -> None:
     schedule = build(name, 3, 4)
-    program = AddFrees()(AddTransfers(some_cuts(schedule.num_stages, shape))(schedule))
+    program = AddFrees()(AddTransfers()(schedule.with_cuts(some_cuts(schedule.num_stages, shape))))
     for order, stages in zip(program.orders, program.placement.stages, strict=True):
         assert sum(isinstance(a, Free) for a in order) == len(stages) * 4
         busy = [a for a in order if not isinstance(a, Free)]

@@ -16,7 +16,7 @@ def last_gradient(order: tuple[Action, ...], stage: int) -> int:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_stage_is_reduced_once_right_after_its_last_gradient_and_the_messages_there(name: str) -> None:
     for num_ranks, num_microbatches in ((1, 1), (2, 3), (4, 4)):
-        program = AddReductions()(AddTransfers()(build(name, num_ranks, num_microbatches)))
+        program = AddReductions()(AddTransfers()(build(name, num_ranks, num_microbatches).with_cuts()))
         for order, stages in zip(program.orders, program.placement.stages, strict=True):
             assert sorted(a.stage for a in order if isinstance(a, Reduce)) == list(stages)
             for stage in stages:

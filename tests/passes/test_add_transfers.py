@@ -34,26 +34,26 @@ def test_exactly_what_other_ranks_need_is_sent_and_received_once(name: str, shap
     for num_ranks, num_microbatches in SIZES:
         schedule = build(name, num_ranks, num_microbatches)
         cuts = some_cuts(schedule.num_stages, shape)
-        program = AddTransfers(cuts)(schedule)
+        program = AddTransfers()(schedule.with_cuts(cuts))
         assert sent(program) == received(program) == wanted(cuts, schedule.placement, num_microbatches)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_order_of_compute_actions_stays(name: str) -> None:
     schedule = build(name, 3, 4)
-    program = AddTransfers()(schedule)
+    program = AddTransfers()(schedule.with_cuts())
     kept = tuple(tuple(a for a in order if not isinstance(a, Message)) for order in program.orders)
     assert kept == schedule.orders
 
 
 def test_nothing_is_sent_within_a_rank() -> None:
-    program = AddTransfers()(Schedule.from_csv("0F0 1F0 1B0 0B0"))
+    program = AddTransfers()(Schedule.from_csv("0F0 1F0 1B0 0B0").with_cuts())
     assert str(program) == "0F0 1F0 1B0 0B0"
 
 
 def test_a_skip_goes_straight_from_producer_to_consumer() -> None:
     schedule = Schedule.from_csv("0F0 0B0\n1F0 1B0\n2F0 2B0")
-    program = AddTransfers(Cuts.of(3, [(0, 1), (1, 2), (0, 2)]))(schedule)
+    program = AddTransfers()(schedule.with_cuts(Cuts.of(3, [(0, 1), (1, 2), (0, 2)])))
     assert str(program).splitlines() == [
         "0F0 0SEND_F0 0SEND_F0>2 0RECV_B0<2 0RECV_B0 0B0",
         "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0",
@@ -63,18 +63,18 @@ def test_a_skip_goes_straight_from_producer_to_consumer() -> None:
 
 def test_an_edge_without_gradient_sends_nothing_back() -> None:
     schedule = Schedule.from_csv("0F0 0B0\n1F0 1B0")
-    program = AddTransfers(Cuts.of(2, [(0, 1)], without_gradient=[(0, 1)]))(schedule)
+    program = AddTransfers()(schedule.with_cuts(Cuts.of(2, [(0, 1)], without_gradient=[(0, 1)])))
     assert str(program) == "0F0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0"
 
 
 def test_stages_that_nothing_connects_exchange_nothing() -> None:
-    program = AddTransfers(Cuts.of(2, []))(Schedule.from_csv("0F0 0B0\n1F0 1B0"))
+    program = AddTransfers()(Schedule.from_csv("0F0 0B0\n1F0 1B0").with_cuts(Cuts.of(2, [])))
     assert str(program) == "0F0 0B0\n1F0 1B0"
 
 
 def test_an_overlapped_pair_sends_what_both_halves_made() -> None:
     schedule = Schedule.from_csv("0F0 0F1 0B0 0B1\n1F0 (1F1;1B0)OVERLAP_F_B 1B1")
-    assert str(AddTransfers()(schedule)).splitlines()[1] == (
+    assert str(AddTransfers()(schedule.with_cuts())).splitlines()[1] == (
         "1RECV_F0 1F0 1RECV_F1 (1F1;1B0)OVERLAP_F_B 1SEND_B0 1B1 1SEND_B1"
     )
 
@@ -82,12 +82,12 @@ def test_an_overlapped_pair_sends_what_both_halves_made() -> None:
 def test_a_schedule_that_deadlocks_is_refused_with_the_circle() -> None:
     schedule = Schedule.from_csv("0F0 0B1 0F1 0B0\n1F0 1F1 1B0 1B1")
     with pytest.raises(ScheduleError, match="deadlock"):
-        AddTransfers()(schedule)
+        AddTransfers()(schedule.with_cuts())
 
 
 def test_a_missing_pass_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"nothing makes the output that an action needs \(stage: 0, microbatch: 1"):
-        AddTransfers()(Schedule.from_csv("0F0 0B0\n1F0 1F1 1B0 1B1"))
+        AddTransfers()(Schedule.from_csv("0F0 0B0\n1F0 1F1 1B0 1B1").with_cuts())
 
 
 def test_lowering_takes_the_cuts_to_add_transfers() -> None:

@@ -21,7 +21,7 @@ def conversation(program: Program, rank: int, other: int) -> list[Action]:
 
 def lowered(name: str, shape: int = 0) -> Program:
     schedule = build(name, 4, 5)
-    return AddTransfers(some_cuts(schedule.num_stages, shape))(schedule)
+    return AddTransfers()(schedule.with_cuts(some_cuts(schedule.num_stages, shape)))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
@@ -70,7 +70,7 @@ def test_with_nothing_ahead_the_program_stays_as_it_is(name: str) -> None:
 
 
 def test_a_program_without_messages_stays_as_it_is() -> None:
-    program = AddTransfers()(build("gpipe", 1, 2))
+    program = AddTransfers()(build("gpipe", 1, 2).with_cuts())
     assert HoistReceives()(program) == program
 
 

@@ -16,7 +16,7 @@ def test_passes_run_in_the_order_of_the_table() -> None:
 def test_a_pass_can_be_given_with_its_options() -> None:
     schedule = build("1f1b", 3, 4)
     given = lower(schedule, passes=["add_transfers", HoistReceives(ahead=1)])
-    assert given == HoistReceives(ahead=1)(AddTransfers()(schedule))
+    assert given == HoistReceives(ahead=1)(AddTransfers()(schedule.with_cuts()))
 
 
 def test_an_unknown_pass_is_named_with_the_known_ones() -> None:

@@ -92,8 +92,8 @@ class RunTable:
         """Returns rows of charges of every run on its stage: seconds of work, of messages if they count, then bytes."""
         rates = self.rates
         if self.is_additive:
-            added = self.runs.seconds.added
-            return (rates.slowness[stages] * (added[ends] - added[starts]))[None]
+            prefix = self.runs.seconds.prefix
+            return (rates.slowness[stages] * (prefix[ends] - prefix[starts]))[None]
         costs = self.costs
         rows = [rates.slowness[stages] * costs.seconds[starts, ends]]
         if self.rates.has_messages:
@@ -182,9 +182,9 @@ def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
 
 def _equal_shares(runs: Runs, number: int, moves: Floats | float = 0.0) -> Ints:
     """Boundaries of equal shares, moved by the given numbers of shares."""
-    added = runs.seconds.added
-    wanted = added[-1] * (np.arange(number + 1) + moves) / number
-    return _spread(np.searchsorted(added, wanted), len(runs.atoms))
+    prefix = runs.seconds.prefix
+    wanted = prefix[-1] * (np.arange(number + 1) + moves) / number
+    return _spread(np.searchsorted(prefix, wanted), len(runs.atoms))
 
 
 def _spread(bounds: Ints, number: int) -> Ints:
@@ -202,9 +202,9 @@ def _without_idle_atoms(placement: Placement, table: RunTable) -> list[Ints]:
     that balances loads finds no direction.
     """
     runs, number = table.runs, len(table.runs.atoms)
-    added = runs.seconds.added
-    by_weight = np.lexsort((runs.bytes_to_end, added))
-    places = np.sort(by_weight[np.diff(added[by_weight], prepend=-1) > 0])
+    prefix = runs.seconds.prefix
+    by_weight = np.lexsort((runs.bytes_to_end, prefix))
+    places = np.sort(by_weight[np.diff(prefix[by_weight], prepend=-1) > 0])
     places = np.unique((0, *places[(places > 0) & (places < number)], number))
     if not len(placement) < len(places) < number + 1:
         return []
@@ -231,13 +231,13 @@ def balance(table: RunTable, bounds: Ints) -> Ints:
 def _moves(table: RunTable, bounds: Ints) -> list[Ints]:
     """All boundaries moved one way: by one atom, or by seconds from the surplus of the busiest rank down."""
     number = len(table.runs.atoms)
-    added = table.runs.seconds.added
+    prefix = table.runs.seconds.prefix
     loads = table.loads(table.totals(bounds))
     surplus = float(loads.max() - loads.mean()) / float(table.rates.slowness.max())
     moves = [bounds + 1, bounds - 1]
     for amount in surplus * 0.5 ** np.arange(6):
-        moves.append(np.searchsorted(added, added[bounds] + amount))
-        moves.append(np.searchsorted(added, added[bounds] - amount, side="right") - 1)
+        moves.append(np.searchsorted(prefix, prefix[bounds] + amount))
+        moves.append(np.searchsorted(prefix, prefix[bounds] - amount, side="right") - 1)
     for moved in moves:
         moved[0], moved[-1] = 0, number
     return list(np.unique(np.clip(moves, 0, number), axis=0))
@@ -323,10 +323,10 @@ class _BranchAndBound:
         last = len(table.runs.atoms) - (len(table.ranks) - 1 - stage)
         state = (stage, start, np.round(totals, 9).tobytes())
         # The ranks of the remaining stages must have room for the remaining work, even if it were divisible at will.
-        added = table.runs.seconds.added
+        prefix = table.runs.seconds.prefix
         ranks, first = np.unique(table.ranks[stage:], return_index=True)
         room = (self.best - totals[0, ranks]) / table.rates.slowness[stage:][first]
-        may_fit = bool(added[-1] - added[start] <= room.sum() * (1 + 1e-9))
+        may_fit = bool(prefix[-1] - prefix[start] <= room.sum() * (1 + 1e-9))
         if self.budget <= 0 or state in self.seen or not may_fit:
             return
         self.seen.add(state)
@@ -351,10 +351,10 @@ class _BranchAndBound:
 
 def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple[Ints, float]:
     """Better boundaries as long as there may be some, and the largest load that no cut can keep."""
-    added, number = table.runs.seconds.added, len(table.runs.atoms)
+    prefix, number = table.runs.seconds.prefix, len(table.runs.atoms)
     slowness = table.rates.slowness[: placement.num_ranks]
-    low = float(added[-1] / (1 / slowness).sum())
-    within = limit_test(placement, added, slowness)
+    low = float(prefix[-1] / (1 / slowness).sum())
+    within = limit_test(placement, prefix, slowness)
     if within is None:
         return bounds, low
     # No cut has a load below `low`; the best boundaries have `high`. `granted` is the least limit that the test grants:

@@ -81,8 +81,8 @@ def coarsen(runs: Runs, number: int) -> Ints:
     atoms = len(runs.atoms)
     if atoms <= number:
         return np.arange(atoms)
-    added = runs.seconds.added
-    by_weight = added / added[-1] if added[-1] > 0 else np.zeros_like(added)
+    prefix = runs.seconds.prefix
+    by_weight = prefix / prefix[-1] if prefix[-1] > 0 else np.zeros_like(prefix)
     # Buckets are about even in seconds and in atoms; the cheapest place of every bucket stays open.
     share = (by_weight + np.arange(atoms + 1) / atoms) / 2
     bucket = np.minimum((share[1:-1] * number).astype(np.int64), number - 1)
@@ -117,7 +117,7 @@ def _bisect_load(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
 
 def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
     """The exact cut with messages and limits, from the costs of all runs."""
-    even = float(runs.seconds.added[-1] / (1 / rates.slowness).sum())
+    even = float(runs.seconds.prefix[-1] / (1 / rates.slowness).sum())
     # Runs that take much longer than an even share are considered only if there is no cut without them.
     for limit in (2 * even, 8 * even, np.inf):
         chains = Chains(_run_levels(runs, rates, limit), len(rates.slowness), len(runs.atoms) + 1)

@@ -51,7 +51,7 @@ def _fill_stages(weights: RunWeights, slowness: list[float], limit: float) -> tu
 
     Returns whether all atoms fit, and the load of the busiest stage if they do, else the next limit worth a trial.
     """
-    start, busiest, following, number = 0, 0.0, math.inf, len(weights.added) - 1
+    start, busiest, following, number = 0, 0.0, math.inf, len(weights.prefix) - 1
     for stage, factor in enumerate(slowness):
         # Every later stage needs an atom.
         last = number - (len(slowness) - 1 - stage)
@@ -69,7 +69,7 @@ def _fill_stages(weights: RunWeights, slowness: list[float], limit: float) -> tu
 
 def boundary_ranges(weights: RunWeights, slowness: Floats, limit: float) -> list[tuple[int, int]]:
     """Returns for every boundary the first and the last place where the limit can be kept, both ends included."""
-    number, factors = len(weights.added) - 1, slowness.tolist()
+    number, factors = len(weights.prefix) - 1, slowness.tolist()
     first, last = [number], [0]
     for stage, factor in enumerate(factors):
         last.append(min(weights.last_end(last[-1], limit / factor), number - (len(factors) - 1 - stage)))
@@ -83,92 +83,92 @@ def round_up(limit: float) -> float:
     return limit * (1 + 1e-12)
 
 
-def limit_test(placement: Placement, added: Floats, slowness: Floats) -> LimitTest | None:
+def limit_test(placement: Placement, prefix: Floats, slowness: Floats) -> LimitTest | None:
     """Returns the test for a placement, or None if there is none for it.
 
-    `added` is the weight before each place, `slowness` that of the ranks in the order of their first stages.
+    `prefix` has the weight before each place, `slowness` that of the ranks in the order of their first stages.
     """
     ranks, number = placement.ranks, placement.num_ranks
     if len(ranks) != 2 * number or len(set(ranks[:number])) != number:
         return None
     if ranks == ranks[::-1]:
-        return lambda limit: _fit_vee(added, slowness, limit)
-    if ranks[:number] == ranks[number:] and len(added) - 1 <= _LOOP_ATOMS:
-        return lambda limit: _fit_loop(added, slowness, limit)
+        return lambda limit: _fit_vee(prefix, slowness, limit)
+    if ranks[:number] == ranks[number:] and len(prefix) - 1 <= _LOOP_ATOMS:
+        return lambda limit: _fit_loop(prefix, slowness, limit)
     return None
 
 
-def _fit_vee(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+def _fit_vee(prefix: Floats, slowness: Floats, limit: float) -> list[int] | None:
     """Boundaries of runs on a vee that keep the limit.
 
     From outside in: after some ranks, `right[left]` is the leftmost right end for a left end, and `gap` the weight
     between the two, inf if the left end cannot be reached. The limit is kept if the two meet after the last rank.
     """
-    places = np.arange(len(added))
-    right, gap = np.full_like(places, places[-1]), np.where(places == 0, added[-1], np.inf)
+    places = np.arange(len(prefix))
+    right, gap = np.full_like(places, places[-1]), np.where(places == 0, prefix[-1], np.inf)
     steps: list[tuple[float, Ints]] = []
     for factor in slowness:
         cap = round_up(limit / factor)
         steps.append((cap, np.where(np.isfinite(gap), right, _NOWHERE)))
         # The left run goes from some place of the window to here; the best leaves the smallest gap to the right end.
-        least = window_min(gap, np.searchsorted(added, added - cap))
-        wanted = np.where(np.isfinite(least), added + least - cap, added[-1])
-        right = np.maximum(np.searchsorted(added, wanted), places)
-        gap = np.where(np.isfinite(least), added[right] - added, np.inf)
+        least = window_min(gap, np.searchsorted(prefix, prefix - cap))
+        wanted = np.where(np.isfinite(least), prefix + least - cap, prefix[-1])
+        right = np.maximum(np.searchsorted(prefix, wanted), places)
+        gap = np.where(np.isfinite(least), prefix[right] - prefix, np.inf)
     met = np.flatnonzero((right == places) & np.isfinite(gap))
     if not len(met):
         return None
     # Back from where left and right met to the ends, in even steps as far as the limit allows.
-    share = added[-1] / (2 * len(steps))
-    lefts = [int(met[_nearest(added[met], added[-1] / 2)])]
+    share = prefix[-1] / (2 * len(steps))
+    lefts = [int(met[_nearest(prefix[met], prefix[-1] / 2)])]
     rights = lefts[:]
     for step, (cap, right) in reversed(list(enumerate(steps))):
-        left = np.arange(np.searchsorted(added, added[lefts[-1]] - cap), lefts[-1] + 1)
-        room = cap - (added[lefts[-1]] - added[left])
-        farthest = np.searchsorted(added, added[rights[-1]] + room, side="right") - 1
+        left = np.arange(np.searchsorted(prefix, prefix[lefts[-1]] - cap), lefts[-1] + 1)
+        room = cap - (prefix[lefts[-1]] - prefix[left])
+        farthest = np.searchsorted(prefix, prefix[rights[-1]] + room, side="right") - 1
         nearest = np.maximum(right[left], rights[-1])
         is_filled = (left < lefts[-1]) & (farthest > rights[-1])
-        chosen = _choose(added[left], step * share, nearest <= farthest, is_filled)
+        chosen = _choose(prefix[left], step * share, nearest <= farthest, is_filled)
         low, high = max(int(nearest[chosen]), rights[-1] + 1), int(farthest[chosen])
         lefts.append(int(left[chosen]))
-        rights.append(max(min(_place(added, added[-1] - step * share, low, high), high), int(nearest[chosen])))
+        rights.append(max(min(_place(prefix, prefix[-1] - step * share, low, high), high), int(nearest[chosen])))
     return lefts[::-1] + rights[1:]
 
 
-def _fit_loop(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+def _fit_loop(prefix: Floats, slowness: Floats, limit: float) -> list[int] | None:
     """Boundaries of runs on a loop that keep the limit.
 
     After some ranks, `end[half, first]` is the farthest end in the second half, which begins at `half`, if the first
     half is used up to `first`; -1 if that cannot be reached.
     """
-    places = np.arange(len(added))
+    places = np.arange(len(prefix))
     # A row per place where the second half begins, a column per end in the first half: the end in the second half.
     end = np.where(places[None, :] == 0, places[:, None], -1)
     steps: list[tuple[float, Ints]] = []
     for factor in slowness:
         cap = round_up(limit / factor)
         steps.append((cap, end))
-        sums = np.where(end >= 0, added + added[end], -np.inf)
-        most = -window_min(-sums, np.searchsorted(added, added - cap))
-        reach = np.searchsorted(added, np.where(np.isfinite(most), most, 0.0) - added + cap, side="right") - 1
+        sums = np.where(end >= 0, prefix + prefix[end], -np.inf)
+        most = -window_min(-sums, np.searchsorted(prefix, prefix - cap))
+        reach = np.searchsorted(prefix, np.where(np.isfinite(most), most, 0.0) - prefix + cap, side="right") - 1
         end = np.where(np.isfinite(most) & (places[None, :] <= places[:, None]), reach, -1)
     halves = np.flatnonzero(end[places, places] >= places[-1])
     if not len(halves):
         return None
-    half = int(halves[_nearest(added[halves], added[-1] / 2)])
+    half = int(halves[_nearest(prefix[halves], prefix[-1] / 2)])
     # Back from the ends of both halves to their beginnings, in even steps as far as the limit allows.
-    share = added[-1] / (2 * len(steps))
-    firsts, seconds = [half], [len(added) - 1]
+    share = prefix[-1] / (2 * len(steps))
+    firsts, seconds = [half], [len(prefix) - 1]
     for step, (cap, end) in reversed(list(enumerate(steps))):
-        first = np.arange(np.searchsorted(added, added[firsts[-1]] - cap), firsts[-1] + 1)
-        room = cap - (added[firsts[-1]] - added[first])
-        nearest = np.searchsorted(added, added[seconds[-1]] - room)
+        first = np.arange(np.searchsorted(prefix, prefix[firsts[-1]] - cap), firsts[-1] + 1)
+        room = cap - (prefix[firsts[-1]] - prefix[first])
+        nearest = np.searchsorted(prefix, prefix[seconds[-1]] - room)
         farthest = np.minimum(end[half, first], seconds[-1])
         is_filled = (first < firsts[-1]) & (nearest < seconds[-1])
-        chosen = _choose(added[first], step * share, nearest <= farthest, is_filled)
+        chosen = _choose(prefix[first], step * share, nearest <= farthest, is_filled)
         low, high = int(nearest[chosen]), min(int(farthest[chosen]), seconds[-1] - 1)
         firsts.append(int(first[chosen]))
-        wanted = _place(added, added[half] + step * share, low, high)
+        wanted = _place(prefix, prefix[half] + step * share, low, high)
         seconds.append(min(max(wanted, low), int(farthest[chosen])))
     return firsts[::-1] + seconds[-2::-1]
 
@@ -183,9 +183,9 @@ def _nearest(weights: Floats, wanted: float) -> int:
     return int(np.abs(weights - wanted).argmin())
 
 
-def _place(added: Floats, wanted: float, low: int, high: int) -> int:
+def _place(prefix: Floats, wanted: float, low: int, high: int) -> int:
     """The place from low to high that has about the wanted weight before it."""
-    return low + _nearest(added[low : high + 1], wanted) if low < high else low
+    return low + _nearest(prefix[low : high + 1], wanted) if low < high else low
 
 
 def window_min(values: Floats, first: Ints) -> Floats:
