@@ -59,9 +59,7 @@ def find_split(
     the samples beside it, or on those before it.
     """
     register_containers((args, kwargs))
-    split = dict(split or {})
-    arguments = [Argument(name, value) for name, value in named_arguments(model.forward, args, kwargs).items()]
-    search = _Search(model, args, kwargs, split, arguments)
+    search = _Search(model, tuple(args), dict(kwargs), dict(split or {}))
     candidates = list(islice(search.candidates(), _MAX_CANDIDATES))
     if not candidates:
         return {}
@@ -89,16 +87,10 @@ _NO_RULE: Any = object()
 class _Search:
     """The combinations of rules for one batch, and their comparison with the whole batch."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        split: Split,
-        arguments: Sequence[Argument],
-    ) -> None:
-        self._model, self._args, self._kwargs, self._split = model, tuple(args), dict(kwargs), split
-        self._arguments = arguments
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split: Split) -> None:
+        self._model, self._args, self._kwargs, self._split = model, args, kwargs, split
+        named = named_arguments(model.forward, args, kwargs)
+        self._arguments = [Argument(name, value) for name, value in named.items()]
         self._failures: list[str] = []
         """errors of the model so far"""
         self._is_pure = True
@@ -108,7 +100,7 @@ class _Search:
 
     def candidates(self) -> Iterator[dict[str, SplitRule]]:
         """Rules to try, the usual ones first; none if there is nothing to split."""
-        parts = [part for argument in self._arguments for part in _undecided_parts(argument, self._split)]
+        parts = self._parts_without_rule({})
         try:
             usual = batch_size(self._arguments, self._split)
         except RunError:
@@ -125,6 +117,26 @@ class _Search:
                 for of_tensors in _combinations(list(self._tensor_choices(tensors, num_samples))):
                     if self._has_batch(list_rules | of_tensors, num_samples):
                         yield list_rules | of_tensors
+
+    def _parts_without_rule(self, rules: Split) -> list[Argument]:
+        """The tensors and lists, also inside of other arguments, that neither these rules nor the given ones name."""
+        found: list[Argument] = []
+
+        def visit(argument: Argument) -> None:
+            if has_rule(argument.name, {**self._split, **rules}):
+                return
+            if isinstance(argument.value, Tensor):
+                if argument.value.dim():
+                    found.append(argument)
+                return
+            if argument.is_list and argument.value:
+                found.append(argument)
+            for item in argument.items():
+                visit(item)
+
+        for argument in self._arguments:
+            visit(argument)
+        return found
 
     def _has_batch(self, rules: Split, num_samples: int) -> bool:
         """Whether the batch has this number of samples under some rules."""
@@ -272,7 +284,7 @@ class _Search:
     def _with_whole_arguments(self, rules: Split) -> Iterator[dict[str, SplitRule]]:
         """The rules with one or two more arguments passed whole, although they have as many rows as samples."""
         batch = batch_size(self._arguments, {**self._split, **rules})
-        parts = [part for argument in self._arguments for part in _undecided_parts(argument, {**self._split, **rules})]
+        parts = self._parts_without_rule(rules)
         names = [part.name for part in parts if not part.is_list and len(part.value) == batch]
         for chosen in chain(combinations(names, 1), combinations(names, 2)):
             if self._has_batch(more := {**rules, **dict.fromkeys(chosen)}, batch):
@@ -310,8 +322,7 @@ class _Search:
         num_samples = batch_size(self._arguments, self._split)
         tried = [rules for rules in candidates if rules and self._has_batch(rules, num_samples)]
         names = {name for rules in tried for name in rules}
-        parts = [part for argument in self._arguments for part in _undecided_parts(argument, self._split)]
-        named = [part for part in parts if part.name in names]
+        named = [part for part in self._parts_without_rule({}) if part.name in names]
         shapes = [tuple(value.shape) if isinstance(value, Tensor) else f"of {len(value)}" for _, value in named]
         choices = [", ".join(f"{name!r}: {_rule_text(rule)}" for name, rule in rules.items()) for rules in tried]
         hints = [f"split={{{choice}}}" for choice in choices[:_MAX_SHOWN]]
@@ -329,21 +340,6 @@ def _warn(text: str) -> None:
     """Warn at the line of the user that plans, however deep in the call stack this is."""
     path, _, line = user_line().rpartition(":")
     warnings.warn_explicit(text, PenstockWarning, path or __file__, int(line or 1))
-
-
-def _undecided_parts(argument: Argument, split: Split) -> Iterator[Argument]:
-    """The tensors and lists of an argument that no rule names."""
-    value = argument.value
-    if has_rule(argument.name, split):
-        return
-    if isinstance(value, Tensor):
-        if value.dim():
-            yield argument
-        return
-    if argument.is_list and len(value):
-        yield argument
-    for item in argument.items():
-        yield from _undecided_parts(item, split)
 
 
 def _combinations(choices: Sequence[_Choice]) -> Iterator[dict[str, SplitRule]]:
@@ -408,11 +404,10 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
             return _DIFFERENT
         else:
             # A result for the whole batch: the same for all samples, or a mean or sum over samples.
-            tensors: Any = results
-            combined = [*tensors[:1]] if all(torch.equal(result, tensors[0]) for result in tensors) else []
+            combined = results[:1] if all(torch.equal(result, results[0]) for result in results) else []
             if is_inexact(expected) and not expected.dim():
-                combined.append(sum(result * (size / sum(sizes)) for result, size in zip(tensors, sizes, strict=True)))
-                combined.append(sum(tensors))
+                combined.append(sum(result * (size / sum(sizes)) for result, size in zip(results, sizes, strict=True)))
+                combined.append(sum(results))
             if not any(is_close(result, expected, rounding) for result in combined):
                 if expected.dim():
                     return _DIFFERENT

@@ -89,5 +89,4 @@ def _torch_contexts() -> tuple[bool, tuple[str, bool, str]]:
 
 def _saved_tensors_hooks() -> tuple[Any, ...]:
     """The innermost pair of pack and unpack hooks, or an empty tuple."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return tuple(hooks or ())
+    return tuple(torch._C._autograd._top_saved_tensors_default_hooks(False) or ())

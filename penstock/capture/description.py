@@ -58,7 +58,7 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
     """
     lines = []
     for path, module in model.named_modules():
-        kind: Any = type(module)
+        kind = type(module)
         items = [f"class {kind.__qualname__}", f"code {_code_hash(kind)}"]
         names = _names_in_code(kind)
         for name, value in vars(module).items() if path not in opened else ():
@@ -145,13 +145,12 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
         if code is not None and code_origin(value.__module__) == "user":
             text += f" {_hash(code_lines(code))}"
     elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:
-        items: Any = value
-        if isinstance(items, dict):
-            same = [(k, item) for k, item in items.items() if not (type(k) is str and _PROCESS_SPECIFIC.search(k))]
+        if isinstance(value, dict):
+            same = [(k, item) for k, item in value.items() if not (type(k) is str and _PROCESS_SPECIFIC.search(k))]
             pairs = [(_shown(key, depth - 1), _shown(item, depth - 1)) for key, item in same]
             texts = [f"{key}: {item}" if key and item else "" for key, item in pairs]
         else:
-            texts = [_shown(item, depth - 1) for item in items]
+            texts = [_shown(item, depth - 1) for item in value]
         if all(texts):
             # A dict may have been made from a set, whose order differs between processes.
             ordered = sorted(texts) if isinstance(value, set | frozenset | dict) else texts

@@ -60,10 +60,10 @@ class GeneratorStates:
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     @classmethod
-    def of_process(cls) -> "GeneratorStates":
-        """The states of the global generators: Python's, numpy's, and torch's on all devices in use."""
+    def of_process(cls, modules: Iterable[nn.Module] = ()) -> "GeneratorStates":
+        """The states of all global generators, and of those that some modules keep."""
         is_cuda = torch.cuda.is_initialized()
-        return cls([*python_generators(), *torch_generators(is_cuda)])
+        return cls([*python_generators(), *torch_generators(is_cuda), *module_generators(modules)])
 
     def have_moved(self) -> bool:
         """Whether a generator has been drawn from or seeded since."""

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.capture.generators import (
-    GeneratorStates,
-    module_generators,
-    python_generators,
-    seed_generators,
-    torch_generators,
-)
+from penstock.capture.generators import GeneratorStates, seed_generators
 from penstock.capture.objects import PLAIN_TYPES, code_origin
 from penstock.capture.tensors import buffers_and_attributes, restore_content, same_content, storage_id
 from penstock.ir import leaves
@@ -50,10 +44,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
     In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
     parameters that the body writes, if they are known: then no other parameter is copied.
     """
-    is_cuda = torch.cuda.is_initialized()
-    generators = GeneratorStates(
-        [*python_generators(), *torch_generators(is_cuda), *module_generators(model.modules())]
-    )
+    generators = GeneratorStates.of_process(model.modules())
     buffers = [
         (tensor, None if tensor.is_meta else tensor.detach().clone())
         for tensor in buffers_and_attributes(model).values()

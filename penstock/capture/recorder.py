@@ -296,7 +296,7 @@ class Recorder(TorchFunctionMode):
             return original(*args, **kwargs)
         function, *args = args
         # Modes that the model entered inside the recorder, which a replay must enter again.
-        modes: list[Any] = torch.overrides._get_current_function_mode_stack()
+        modes = torch.overrides._get_current_function_mode_stack()
         name = original.__name__.removesuffix("_impl")
         target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
         # In this first run the modes are active, so that it needs only the transform itself.

@@ -139,8 +139,7 @@ class Stage(nn.Module):
 
     def _replay(self, recording: Recording) -> Replay:
         """The calls of this stage in a recording, prepared once."""
-        key = (recording, self.recomputes)
-        return self._replays.find(key) or self._replays.get(key, lambda: self._prepare_replay(recording))
+        return self._replays.get((recording, self.recomputes), lambda: self._prepare_replay(recording))
 
     def _prepare_replay(self, recording: Recording) -> Replay:
         captured = self._partitioned.captured
