@@ -13,7 +13,7 @@ from penstock.capture import Captured
 from penstock.errors import CaptureError, CostError, RunError
 from penstock.ir import Cluster, DeviceSpeed, Profile, as_int, is_finite
 from penstock.loss import added_losses, loss_values
-from penstock.measure import Cache, MeasuredModel, identity
+from penstock.measure import Cache, MeasuredModel, profile_key
 from penstock.measure import estimate as estimate_nodes
 from penstock.measure import measure as measure_nodes
 from penstock.measure import measure_links as measure_group
@@ -61,7 +61,7 @@ def measure(
             return estimate_nodes(subject, speed or measure_speed(), update)
         if cache is None or cache is False:
             return measure_nodes(subject, iterations, budget, update)
-        profiles, key = Cache(None if cache is True else cache), f"{identity(subject)}-{iterations}"
+        profiles, key = Cache(None if cache is True else cache), f"{profile_key(subject)}-{iterations}"
         profile = profiles.get(key)
         if profile is None or profile.fingerprint != subject.graph.fingerprint:
             profile = measure_nodes(subject, iterations, budget, update)

@@ -80,8 +80,8 @@ class _Choice(NamedTuple):
     """the usual rule first"""
 
 
-_NO_RULE: Any = object()
-"""the option to leave an argument out of the rules: its shape decides"""
+_BY_SHAPE: Any = object()
+"""the option to leave an argument out of the rules, so that its shape decides"""
 
 
 class _Search:
@@ -346,7 +346,7 @@ def _combinations(choices: Sequence[_Choice]) -> Iterator[dict[str, SplitRule]]:
     """All combinations of one option per choice, as rules by name."""
     for rules in product(*(choice.options for choice in choices)):
         pairs = zip(choices, rules, strict=True)
-        yield {name: rule for choice, rule in pairs for name in choice.names if rule is not _NO_RULE}
+        yield {name: rule for choice, rule in pairs for name in choice.names if rule is not _BY_SHAPE}
 
 
 def _list_options(part: Argument, num_samples: int) -> tuple[Any, ...]:
@@ -354,7 +354,7 @@ def _list_options(part: Argument, num_samples: int) -> tuple[Any, ...]:
     tensors = tensors_in(part.value)
     if len(part.value) != num_samples:
         # A rule although the length decides: in another batch the list may have as many entries as there are samples.
-        return ("items",) if tensors else (_NO_RULE,)
+        return ("items",) if tensors else (_BY_SHAPE,)
     is_items = not tensors or all(leaf.dim() and leaf.shape[0] == num_samples for leaf in tensors)
     return ("items", "samples") if is_items else ("samples", "items")
 

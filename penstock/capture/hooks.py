@@ -11,14 +11,14 @@ from torch import nn
 from penstock.capture.objects import code_origin
 from penstock.errors import CaptureError
 
-Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+CallHandler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 # Interception
 
 
 @contextmanager
-def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
+def intercept_modules(model: nn.Module, handler: CallHandler) -> Iterator[None]:
     """Route every call of a module through `handler(module, original, args, kwargs)`.
 
     `__call__` is replaced on the classes in use, not on nn.Module: when an attribute of a class changes, Python visits
@@ -49,7 +49,7 @@ def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def intercept_functions_of_torch(on_apply: Handler, on_script: Handler) -> Iterator[None]:
+def intercept_functions_of_torch(on_apply: CallHandler, on_script: CallHandler) -> Iterator[None]:
     """Route calls of autograd functions and of scripted functions through handlers.
 
     They are called as `on_apply(function class, apply, args, kwargs)` and `on_script(function, call, args, kwargs)`. A

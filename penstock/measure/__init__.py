@@ -12,7 +12,7 @@ MeasuredModel --> measure (timed, calibrated to the unsplit model) or estimate (
 """
 
 from penstock.measure.cache import Cache
-from penstock.measure.identity import identity
+from penstock.measure.identity import profile_key
 from penstock.measure.links import measure_copies, measure_links
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import AllocationTracker

@@ -27,7 +27,7 @@ _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, 
 _MAX_DEPTH, _MAX_ITEMS = 5, 256
 
 
-def identity(subject: MeasuredModel) -> str:
+def profile_key(subject: MeasuredModel) -> str:
     """A digest of everything that a measurement depends on, the same in every process that would measure the same.
 
     That is the model, its code, the shapes and dtypes of its batch, the device, and the settings of torch.

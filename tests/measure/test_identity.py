@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.measure import identity
+from penstock.measure import profile_key
 from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 
-PROGRAM = (
-    "from penstock.measure import identity; from tests.measure.subjects import *; print(identity(measured(chain())))"
-)
+PROGRAM = """
+from penstock.measure import profile_key
+from tests.measure.subjects import chain, measured
+print(profile_key(measured(chain())))
+"""
 
 
 def test_it_is_the_same_in_another_process():
@@ -23,11 +25,11 @@ def test_it_is_the_same_in_another_process():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == identity(measured(chain()))
+    assert done.stdout.strip() == profile_key(measured(chain()))
 
 
 def test_numbers_do_not_matter():
-    assert identity(measured(chain())) == identity(measured(chain(*(Block(number) for number in range(3)))))
+    assert profile_key(measured(chain())) == profile_key(measured(chain(*(Block(number) for number in range(3)))))
 
 
 @pytest.mark.parametrize(
@@ -36,18 +38,18 @@ def test_numbers_do_not_matter():
     ids=["setting", "mode", "frozen", "number"],
 )
 def test_another_form_is_another_identity(other: nn.Module):
-    assert identity(measured(chain())) != identity(measured(other))
+    assert profile_key(measured(chain())) != profile_key(measured(other))
 
 
 def test_another_size_of_the_batch_is_another_identity():
-    assert identity(measured(chain())) != identity(measured(chain(), torch.ones(9, WIDTH)))
+    assert profile_key(measured(chain())) != profile_key(measured(chain(), torch.ones(9, WIDTH)))
 
 
 def test_other_threads_are_another_identity():
-    before, threads = identity(measured(chain())), torch.get_num_threads()
+    before, threads = profile_key(measured(chain())), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert identity(measured(chain())) != before
+        assert profile_key(measured(chain())) != before
     finally:
         torch.set_num_threads(threads)
 
@@ -55,5 +57,5 @@ def test_other_threads_are_another_identity():
 def test_other_code_is_another_identity():
     bodies = (lambda self, x: x + 1, lambda self, x: x + 2, lambda self, x: x + 1)
     kinds = [type("Own", (nn.Module,), {"forward": body}) for body in bodies]
-    one, other, same = (identity(measured(chain(kind()), batch())) for kind in kinds)
+    one, other, same = (profile_key(measured(chain(kind()), batch())) for kind in kinds)
     assert one == same != other
