@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -157,17 +157,16 @@ class LossFunction:
     def _isolated(self) -> Iterator[None]:
         """Restore everything that the function changes inside the context."""
         self._state = state = _ReferencedState(self._loss_fn)
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            if state.referenced_modules:
-                stack.enter_context(isolated(state, None, ()))
-                # Modules of the user may count their calls.
-                origins = [code_origin(type(module).__module__) for module in state.referenced_modules]
-                self.is_plain &= all(origin == "torch" for origin in origins)
-            stack.enter_context(uncompiled())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+        # Modules of the user may count their calls.
+        origins = [code_origin(type(module).__module__) for module in state.referenced_modules]
+        self.is_plain &= all(origin == "torch" for origin in origins)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            isolated(state, None, ()) if state.referenced_modules else nullcontext(),
+            uncompiled(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             self._generators = GeneratorStates.of_process()
             yield
 

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -109,11 +109,8 @@ class ModelLoss:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Restore everything that the model changes inside the context, and disable the user's hooks."""
-        with ExitStack() as stack:
-            stack.enter_context(isolated(self.captured.model, None, ()))
-            stack.enter_context(uncompiled())
-            stack.enter_context(without_user_hooks([self.captured.model]))
-            stack.enter_context(torch.enable_grad())
+        model = self.captured.model
+        with isolated(model, None, ()), uncompiled(), without_user_hooks([model]), torch.enable_grad():
             yield
 
     def run(self, noise: "Noise", chosen: Sequence[int], live: Collection[str] = ()) -> "NoisyResult":
@@ -124,12 +121,13 @@ class ModelLoss:
         written = {name for update in self.recording.graph.updates for name in update.names} & state.keys()
         before = {name: state[name].detach().clone() for name in written}
         arguments = transform(noise.batch(chosen), copy_leaf)
-        with ExitStack() as stack:
-            stack.enter_context(intercept_modules(self.captured.model, forward.call_module))
-            stack.enter_context(tracker)
-            stack.enter_context(collect_added(lambda loss: added.append((forward.running or "", loss.value))))
-            if any(node.is_random for node in self.recording.graph.nodes):
-                stack.enter_context(ConstantRandomness())
+        is_random = any(node.is_random for node in self.recording.graph.nodes)
+        with (
+            intercept_modules(self.captured.model, forward.call_module),
+            tracker,
+            collect_added(lambda loss: added.append((forward.running or "", loss.value))),
+            ConstantRandomness() if is_random else nullcontext(),
+        ):
             output = self._call_model(*arguments)
         # The next run must begin with the same state.
         for name, content in before.items():
