@@ -46,7 +46,7 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.arguments import as_int, choices_text, did_you_mean, find_named, is_finite, parse_bytes
+from penstock.ir.arguments import as_int, choices_text, did_you_mean, find_named, is_count, is_finite, parse_bytes
 from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, LinkSpeed, MessageCpu, Overhead, Replicas
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
@@ -82,7 +82,7 @@ from penstock.ir.graph import (
     prune_gradients,
 )
 from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
-from penstock.ir.notebook import html_page, html_table, paragraph, preformatted
+from penstock.ir.notebook import PASS_COLORS, html_page, html_table, paragraph, preformatted
 from penstock.ir.order_times import (
     Length,
     Needs,

@@ -23,6 +23,11 @@ def as_int(value: object) -> int | None:
     return index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
 
 
+def is_count(value: object, most: float = math.inf) -> bool:
+    """Whether the value is a whole number from 1 to `most`."""
+    return 1 <= (as_int(value) or 0) <= most
+
+
 def is_finite(value: object) -> bool:
     """Whether the value is a finite real number that fits a float."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError
-from penstock.ir.arguments import as_int, is_finite, parse_bytes
+from penstock.ir.arguments import as_int, is_count, is_finite, parse_bytes
 from penstock.ir.costs import StageCosts
 from penstock.ir.placement import Cuts, Placement
 
@@ -110,7 +110,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         for name, given in (("replicas", self.count), ("replicas per node", self.per_node)):
-            if not 1 <= (as_int(given) or 0) <= MAX_RANKS:
+            if not is_count(given, MAX_RANKS):
                 raise CostError(f"{name} must be a whole number, 1 or more", got=repr(given), limit=MAX_RANKS)
         object.__setattr__(self, "count", as_int(self.count))
         object.__setattr__(self, "per_node", as_int(self.per_node))
@@ -151,7 +151,7 @@ class MessageCpu:
     """of the rank that receives it"""
 
     def __post_init__(self) -> None:
-        if (as_int(self.bytes) or 0) < 1:
+        if not is_count(self.bytes):
             raise CostError("bytes of a message must be a whole number, 1 or more", got=repr(self.bytes))
         for name in ("send_seconds", "receive_seconds"):
             _check_seconds(name, getattr(self, name))
@@ -271,7 +271,7 @@ class Cluster:
         _check_link(self.latency, self.bandwidth)
         if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
             raise CostError("overlap must be a share between 0 and 1", overlap=repr(self.overlap))
-        if self.cores is not None and ((cores := as_int(self.cores)) is None or cores < 1):
+        if self.cores is not None and not is_count(self.cores):
             raise CostError("cores must be a whole number above 0, or None", cores=repr(self.cores))
         if self.slowness is not None:
             object.__setattr__(self, "slowness", _check_slowness(self.slowness, ranks))

@@ -13,7 +13,12 @@ from penstock.ir.units import percent_text, printable, seconds_text
 if TYPE_CHECKING:
     from penstock.ir.trace import Trace
 
-_COLORS = {Kind.FORWARD: "#1f5fa8", Kind.BACKWARD: "#e69f00", Kind.INPUT_GRAD: "#d55e00", Kind.WEIGHT_GRAD: "#8fd0b5"}
+PASS_COLORS = {
+    Kind.FORWARD: "#1f5fa8",
+    Kind.BACKWARD: "#e69f00",
+    Kind.INPUT_GRAD: "#d55e00",
+    Kind.WEIGHT_GRAD: "#8fd0b5",
+}
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -63,7 +68,7 @@ def html_page(title: str, *parts: str) -> str:
 def timeline(trace: "Trace") -> str:
     """The passes of every rank over time as SVG, below a line with the length of the step."""
     summary = f"step {seconds_text(trace.makespan)}, bubble {percent_text(trace.bubble)}"
-    drawn = [span for span in trace.spans if span.end > span.start and span.action.kind in (*_COLORS, Kind.OVERLAP)]
+    drawn = [span for span in trace.spans if span.end > span.start and span.action.kind in (*PASS_COLORS, Kind.OVERLAP)]
     if len(drawn) > _MAX_PASSES or trace.num_ranks > _MAX_RANKS or not trace.makespan:
         work = [(str(rank), seconds_text(seconds)) for rank, seconds in enumerate(trace.work)]
         return paragraph(summary) + html_table(("rank", "compute"), work[:_MAX_RANKS])
@@ -75,7 +80,7 @@ def timeline(trace: "Trace") -> str:
     ]
     for span in drawn:
         x, width = _LABEL + span.start * scale, max(0.5, (span.end - span.start) * scale)
-        color, y = _COLORS.get(span.action.kind, _OTHER), span.rank * _ROW + 2
+        color, y = PASS_COLORS.get(span.action.kind, _OTHER), span.rank * _ROW + 2
         title = f"{span.action}: {seconds_text(span.start)} to {seconds_text(span.end)}"
         parts.append(
             f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="{color}" stroke="#ffffff" '
@@ -84,7 +89,7 @@ def timeline(trace: "Trace") -> str:
     height = trace.num_ranks * _ROW
     for place, kind in enumerate(kind for kind in _NAMES if any(span.action.kind is kind for span in drawn)):
         x = _LABEL + 140 * place
-        parts.append(f'<rect x="{x}" y="{height + 6}" width="10" height="10" fill="{_COLORS[kind]}"/>')
+        parts.append(f'<rect x="{x}" y="{height + 6}" width="10" height="10" fill="{PASS_COLORS[kind]}"/>')
         parts.append(f'<text x="{x + 15}" y="{height + 15}">{_NAMES[kind]}</text>')
     return (
         f'{paragraph(summary)}<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:g}" height="{height + 22}" '

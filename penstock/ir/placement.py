@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PartitionError, ScheduleError
-from penstock.ir.arguments import as_int
+from penstock.ir.arguments import is_count
 
 StageEdge = tuple[int, int]
 MAX_STAGES = 8192
@@ -82,7 +82,7 @@ class Cuts:
     """those of them over which no gradient returns"""
 
     def __post_init__(self) -> None:
-        if not 1 <= (as_int(self.num_stages) or 0) <= MAX_STAGES:
+        if not is_count(self.num_stages, MAX_STAGES):
             raise PartitionError("cuts must have at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
         for edges in (self.edges, self.without_gradient):
             if list(edges) != sorted(set(edges)):

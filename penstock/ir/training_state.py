@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import CostError
-from penstock.ir.arguments import as_int, find_named
+from penstock.ir.arguments import find_named, is_count
 from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import TensorSpec
 
@@ -62,7 +62,7 @@ class TrainingState:
             raise CostError("unknown optimizer", got=repr(self.optimizer), hint=f"one of {', '.join(OPTIMIZERS)}")
         if self.precision not in (None, *PRECISIONS):
             raise CostError("unknown precision", got=repr(self.precision), hint=f"one of {', '.join(PRECISIONS)}")
-        if as_int(self.optimizer_shards) is None or self.optimizer_shards < 1:
+        if not is_count(self.optimizer_shards):
             raise CostError("optimizer_shards must be a whole number, 1 or more", got=repr(self.optimizer_shards))
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import as_int
+from penstock.ir import is_count
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score, division, lower_bound
@@ -38,7 +38,7 @@ class Acyclic(Partitioner):
 
     def __post_init__(self) -> None:
         for option in ("ideals", "attempts"):
-            if (as_int(getattr(self, option)) or 0) < 1:
+            if not is_count(getattr(self, option)):
                 raise PartitionError(f"{option} must be a whole number, 1 or more", got=repr(getattr(self, option)))
 
     def divide(self, problem: Problem) -> Division:

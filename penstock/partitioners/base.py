@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Partition, Placement, Profile, TrainingState, as_int, counted, listed
+from penstock.ir import Cluster, Graph, Partition, Placement, Profile, TrainingState, counted, is_count, listed
 from penstock.partitioners.atoms import Atoms, Floats, build_atoms, inseparable_nodes, named_groups
 
 _ROUNDING = 1e-9
@@ -47,7 +47,7 @@ class Problem:
         if not isinstance(self.training, TrainingState):
             raise PartitionError("training must be a TrainingState", got=repr(self.training))
         counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
-        if not counts or any((as_int(count) or 0) < 1 for count in counts):
+        if not counts or not all(map(is_count, counts)):
             raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
         if isinstance(self.in_flight, tuple) and len(counts) != self.num_stages:
             raise PartitionError(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import as_int
+from penstock.ir import is_count
 from penstock.partitioners.atoms import Floats, Ints
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
@@ -34,7 +34,7 @@ class Metis(Partitioner):
     attempts: int = 6
 
     def __post_init__(self) -> None:
-        if (as_int(self.attempts) or 0) < 1:
+        if not is_count(self.attempts):
             raise PartitionError("attempts must be a whole number, 1 or more", attempts=repr(self.attempts))
 
     @classmethod

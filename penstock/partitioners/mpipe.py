@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Placement, as_int, is_finite
+from penstock.ir import Graph, Placement, is_count, is_finite
 from penstock.partitioners.atoms import Atoms, Floats
 from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
 from penstock.partitioners.costs import CostRates, Runs
@@ -34,7 +34,7 @@ class MPipe(Partitioner):
     """share by which more stages must relieve the busiest rank"""
 
     def __post_init__(self) -> None:
-        if (as_int(self.stages_per_rank) or 0) < 1:
+        if not is_count(self.stages_per_rank):
             raise PartitionError("stages per rank must be a whole number, 1 or more", got=repr(self.stages_per_rank))
         if not is_finite(self.worth) or self.worth < 0:
             raise PartitionError("worth must be a share, 0 or more", worth=repr(self.worth))

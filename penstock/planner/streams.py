@@ -28,8 +28,8 @@ from penstock.ir import (
     StageCosts,
     Trace,
     align_columns,
-    as_int,
     bytes_text,
+    is_count,
     pack,
 )
 from penstock.passes import HoistReceives, lower, verify
@@ -37,7 +37,6 @@ from penstock.schedules import build
 from penstock.simulate import simulate
 
 STALENESS = ("stash", "2bw", "predict")
-_HINT = 'staleness="stash", "2bw" or "predict"'
 
 
 class Stream:
@@ -148,7 +147,6 @@ def stream_staleness(staleness: str, warmups: Sequence[int], microbatches: int) 
 
     `warmups` are the numbers of forwards that each stage runs ahead.
     """
-    check_staleness_name(staleness)
     if staleness == "2bw":
         return ((1, 1.0, 1),) * len(warmups)
     found = []
@@ -200,7 +198,7 @@ def simulate_stream(
     cluster: Cluster | None = None,
 ) -> Trace:
     """The predicted Trace of a number of batches without a flush between them; the order is verified first."""
-    if (as_int(batches) or 0) < 1:
+    if not is_count(batches):
         raise ScheduleError("batches must be a whole number, 1 or more", got=repr(batches))
     program = Stream(plan.cuts).unrolled([plan.num_microbatches] * batches)
     verify(program)
@@ -214,15 +212,11 @@ def simulate_stream(
     return simulate(program, replace(costs, state=state), cluster)
 
 
-def check_staleness_name(staleness: object) -> None:
-    """Refuse an unknown name."""
-    if staleness not in STALENESS:
-        raise ScheduleError("staleness must be one of the three modes", got=repr(staleness), hint=_HINT)
-
-
 def check_stream(plan: Plan, staleness: str) -> None:
-    """Refuse a plan that cannot run without flushes."""
-    check_staleness_name(staleness)
+    """Refuse an unknown mode, and a plan that cannot run without flushes."""
+    if staleness not in STALENESS:
+        hint = 'staleness="stash", "2bw" or "predict"'
+        raise ScheduleError("staleness must be one of the three modes", got=repr(staleness), hint=hint)
     if plan.program is not None or plan.schedule != build("1f1b", plan.num_ranks, plan.num_microbatches):
         raise ScheduleError(
             "an asynchronous pipeline must have a plan with one stage per rank and the schedule 1f1b",

@@ -17,6 +17,7 @@ from penstock.ir import (
     Schedule,
     StageCosts,
     as_int,
+    is_count,
     kind_of,
     pack,
 )
@@ -61,7 +62,7 @@ class Scheduler(ABC):
             ("microbatches", microbatches),
             ("stages_per_rank", self.stages_per_rank),
         ):
-            if (as_int(value) or 0) < 1:
+            if not is_count(value):
                 raise ScheduleError(
                     f"{name} must be a whole number, 1 or more", schedule=self.name, **{name: repr(value)}
                 )

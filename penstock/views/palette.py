@@ -3,17 +3,9 @@
 Hues follow Okabe and Ito's set; kinds differ in lightness as well. The later stages of a rank are lighter.
 """
 
-from penstock.ir import Kind
+from penstock.ir import PASS_COLORS, Kind
 
-KIND_COLORS = {
-    Kind.FORWARD: "#1f5fa8",
-    Kind.BACKWARD: "#e69f00",
-    Kind.INPUT_GRAD: "#d55e00",
-    Kind.WEIGHT_GRAD: "#8fd0b5",
-    Kind.REDUCE: "#8a6fb0",
-    Kind.UNSHARD: "#8a6fb0",
-    Kind.RESHARD: "#8a6fb0",
-}
+KIND_COLORS = {**PASS_COLORS, **dict.fromkeys((Kind.REDUCE, Kind.UNSHARD, Kind.RESHARD), "#8a6fb0")}
 STAGE_COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
 IDLE = "#eef0f3"  # time without a pass
 INK = "#1b1f24"  # text

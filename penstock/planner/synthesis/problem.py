@@ -26,7 +26,7 @@ from penstock.ir import (
     Placement,
     Schedule,
     StageCosts,
-    as_int,
+    is_count,
     kind_of,
     needs,
     number_microbatches,
@@ -73,7 +73,7 @@ class ScheduleProblem:
     objective: str = "makespan"
 
     def __post_init__(self) -> None:
-        if not 1 <= (as_int(self.num_microbatches) or 0) <= MAX_MICROBATCHES:
+        if not is_count(self.num_microbatches, MAX_MICROBATCHES):
             raise ScheduleError("microbatches out of range", microbatches=repr(self.num_microbatches))
         if self.objective not in OBJECTIVES:
             raise ScheduleError("unknown objective", objective=repr(self.objective), hint=f"one of {OBJECTIVES}")
