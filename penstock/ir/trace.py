@@ -147,8 +147,8 @@ class Trace:
             raise ScheduleError("there must be one memory curve per rank", curves=len(self.memory), ranks=len(table))
         starts, ends, sent, arrived = (each.values for each in (self.starts, self.ends, self.sent, self.arrived))
         _refuse("start must be finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
-        _refuse("end must be finite seconds, not before start", ~_spans(starts, ends), start=starts, end=ends)
-        _refuse("a message must not arrive before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
+        _refuse("end must be finite seconds, not before start", ~_in_order(starts, ends), start=starts, end=ends)
+        _refuse("a message must not arrive before it is sent", ~_in_order(sent, arrived), sent=sent, arrived=arrived)
         for name, times in (("end", ends), ("arrived", arrived)):
             _refuse(f"{name} must be at most {_MAX_SECONDS:g} seconds", times > _MAX_SECONDS, seconds=times)
 
@@ -254,7 +254,8 @@ class Trace:
         return self.memory[rank].peak
 
 
-def _spans(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _in_order(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where both times are finite and the end is not before the start."""
     return np.asarray(np.isfinite(starts) & np.isfinite(ends) & (ends >= starts))
 
 
