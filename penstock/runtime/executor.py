@@ -463,7 +463,8 @@ def watch_step(
         monitor.step_started(step, is_training)
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        # Also KeyboardInterrupt: the caller may handle it, and this process may go on.
         located = error.at(step=step) if isinstance(error, RunError) else error
         on_error(located)
         if monitor is not None:
@@ -473,12 +474,6 @@ def watch_step(
             else:
                 monitor.step_failed(located)
         raise located from error.__cause__
-    except BaseException as error:
-        # Such as KeyboardInterrupt: the caller may handle it, and this process may go on.
-        on_error(error)
-        if monitor is not None:
-            monitor.step_failed(error)
-        raise
     if monitor is not None:
         monitor.step_finished(is_training)
 
