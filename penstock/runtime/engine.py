@@ -683,7 +683,7 @@ class Engine:
         self._undo()
         # The weights are reused: a loss function that keeps state could give other weights in a second run.
         again = replace(
-            step, keeps_outputs=False, losses={}, named_losses={}, added={}, outputs={}, extremes=Extremes()
+            step, keeps_outputs=False, losses={}, named_losses={}, added_losses={}, outputs={}, extremes=Extremes()
         )
         with NonfiniteProbe(self._model_part.stages).active() as probe:
             self._runner.probe = probe

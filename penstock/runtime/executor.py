@@ -166,7 +166,7 @@ class StageRunner:
                 probe.end(outputs.values(), loss, step.microbatches[microbatch].target)
         if added:
             total = self._loss_head.added_loss(step, stage, microbatch, added)
-            step.added.setdefault(microbatch, []).append(total.detach())
+            step.added_losses.setdefault(microbatch, []).append(total.detach())
             run.add_root(ADDED, total)
         if step.is_training:
             self._runs[stage, microbatch] = run
@@ -181,9 +181,9 @@ class StageRunner:
         if stage in self.fsdp.modules:
             self.fsdp.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
-        if microbatch in step.added:
+        if microbatch in step.added_losses:
             # Ignored by stages that added no loss: they have no such root.
-            gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.gradient_scale)
+            gradients[ADDED] = torch.full_like(step.added_losses[microbatch][0], step.gradient_scale)
         if stage == self._last_stage:
             weight = step.weights[microbatch]
             # Backward through a loss of weight 0 could give 0 * NaN: it is left out instead.

@@ -54,7 +54,7 @@ class Step(LossStep):
     """by microbatch and name, if there are several losses, on the rank of the last stage"""
     weights_by_loss: dict[str, LossStep] = field(default_factory=dict)
     """the weights of each of several losses"""
-    added: dict[int, list[Tensor]] = field(default_factory=dict)
+    added_losses: dict[int, list[Tensor]] = field(default_factory=dict)
     """by microbatch, the losses that `add_loss` added in stages of this process"""
     outputs: dict[int, Any] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage, if they are kept"""
@@ -105,8 +105,8 @@ class LossVote(NamedTuple):
     def of(cls, step: Step) -> "LossVote":
         """The vote of this process after a step."""
         added = 0.0
-        if step.added:
-            added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
+        if step.added_losses:
+            added = step.scale * sum(read_scalars([value for values in step.added_losses.values() for value in values]))
         if not step.losses:
             return cls(added=added)
         losses = torch.stack([step.losses[index] for index in range(len(step.microbatches))])
