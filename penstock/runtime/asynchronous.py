@@ -38,7 +38,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
 from penstock.runtime.step import LOSS_DTYPES, NO_LOSS, LossVote, Result, Step
-from penstock.runtime.step_compiler import Edges, Roots, compile_ranks
+from penstock.runtime.step_compiler import Edges, compile_ranks
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
@@ -401,7 +401,7 @@ class AsyncEngine(Engine):
         batch = self._target_as_argument(batch)
         self._split_batch(batch, step)
         step.mean_size = float(sum(microbatch.size for microbatch in step.microbatches))
-        edges = self._edges(step.recordings)
+        edges = self._compiler.edges(True, step.recordings)
         cuts = self._compiler.cuts(edges)
         if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
             raise RunError(
@@ -424,11 +424,6 @@ class AsyncEngine(Engine):
             self._streams[cuts] = stream
         return self._streams[cuts]
 
-    def _edges(self, recordings: Sequence[Recording]) -> list[Edges]:
-        """The values between stages, by microbatch."""
-        roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
-        return self._compiler.edges(True, recordings, roots)
-
     def _chunk(self, stream: Stream, num_before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
         """The compiled chunk of the next batch, and whether it is the first of its kind.
 
@@ -446,7 +441,7 @@ class AsyncEngine(Engine):
         program = stream.chunk(num_before, len(recordings))
         # Microbatches that no action of the chunk uses have no edges.
         unused: list[Edges] = [{}] * (start - len(earlier))
-        edges = [*unused, *self._edges((*earlier, *recordings))]
+        edges = [*unused, *self._compiler.edges(True, (*earlier, *recordings))]
         name = f"train on {len(recordings)} microbatches after {start}" if recordings else "drain"
         agreement = self._compiler.agreement(program, edges, name, recordings)
         rank_programs = compile_ranks(

@@ -26,7 +26,6 @@ from penstock.capture import LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, transform
 from penstock.launch import one_line
-from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.batch_comparison import BatchComparison
 from penstock.runtime.executor import (
@@ -88,10 +87,8 @@ class Engine:
         self._groups, self._loss_head = groups, loss_head
         self._runner = StageRunner(model_part, plan.num_stages - 1, loss_head)
         self._transport = make_transport(groups, model_part.device, options.transport)
-        moves = AddShardMoves(options.max_active_stages)
-        passes = (*DEFAULT_PASSES, moves) if model_part.fsdp.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(
-            plan, groups.own_ranks, self._runner, self._transport, passes, model_part.describe
+            plan, model_part, loss_head, self._runner, self._transport, options.max_active_stages
         )
         self._compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._splitter = BatchSplitter(model_part.captured.model.forward, split, dict(plan.split))
@@ -457,18 +454,13 @@ class Engine:
 
     def _compiled(self, step: Step) -> CompiledStep:
         """The compiled step for the recordings of a batch; compiled now if it is the first with these recordings."""
-        is_training, recordings = step.is_training, step.recordings
-
-        def make() -> CompiledStep:
-            roots = tuple(self._loss_head.roots(recording, is_training) for recording in recordings)
-            return self._compiler.compile(is_training, recordings, roots)
-
-        return self._compiled_steps.get((is_training, recordings), make)
+        kind = step.is_training, step.recordings
+        return self._compiled_steps.get(kind, lambda: self._compiler.compile(*kind))
 
     def _size_and_loss(self, step: Step, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
         has_target = step.is_training or step.microbatches[0].target is not None
-        has_loss = has_target if self._loss_head.has_loss_fn else all(compiled.roots)
+        has_loss = has_target if self._loss_head.has_loss_fn else compiled.has_roots
         return float(sum([microbatch.size for microbatch in step.microbatches])), float(has_loss)
 
     def _mean_size(self, result: SyncResult) -> float:

@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ from penstock.ir import (
     WeightGrad,
     prune_gradients,
 )
-from penstock.passes import lower, verify
+from penstock.passes import DEFAULT_PASSES, AddShardMoves, lower, verify
 from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
@@ -38,6 +38,8 @@ from penstock.runtime.executor import (
     StagePass,
     Thunk,
 )
+from penstock.runtime.loss_head import LossHead
+from penstock.runtime.model_part import ModelPart
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 from penstock.stages import Ownership
 
@@ -55,7 +57,8 @@ token budgets, in the number of microbatches"""
 class CompiledStep:
     """A step that is ready to run on any batch of its kind."""
 
-    roots: tuple[Roots, ...]
+    has_roots: bool
+    """whether every microbatch has values to compute a loss from"""
     program: Program
     agreement: Agreement
     rank_programs: tuple[RankProgram, ...]
@@ -73,22 +76,24 @@ class StepCompiler:
     def __init__(
         self,
         plan: Plan,
-        ranks: Sequence[int],
+        model_part: ModelPart,
+        loss_head: LossHead,
         runner: PassRunner,
         transport: Transport,
-        passes: Sequence[str],
-        describe: Callable[[Sequence[Recording]], Sequence[str]],
+        max_active_stages: int,
     ) -> None:
-        """`describe` returns the lines about the model and its recordings that ranks compare."""
-        self._plan, self._ranks, self._runner, self._transport = plan, ranks, runner, transport
-        self._passes, self._describe = tuple(passes), describe
+        """`max_active_stages` is that of `RunOptions`."""
+        self._plan, self._model_part, self._loss_head = plan, model_part, loss_head
+        self._runner, self._transport = runner, transport
+        moves = AddShardMoves(max_active_stages)
+        self._passes = (*DEFAULT_PASSES, moves) if model_part.fsdp.modules else DEFAULT_PASSES
         self._owners = Ownership(plan.graph, plan.partition)
         self._edges: LruCache[tuple[Recording, Roots, bool], Edges] = LruCache()
         self._programs: LruCache[tuple[bool, int, Cuts], Program] = LruCache(_MAX_PROGRAMS)
 
-    def compile(self, is_training: bool, recordings: tuple[Recording, ...], roots: tuple[Roots, ...]) -> CompiledStep:
-        """Lower the schedule for microbatches with these recordings and roots, and compile it for each rank."""
-        edges = self.edges(is_training, recordings, roots)
+    def compile(self, is_training: bool, recordings: tuple[Recording, ...]) -> CompiledStep:
+        """Lower the schedule for microbatches with these recordings, and compile it for each rank."""
+        edges = self.edges(is_training, recordings)
         cuts = self.cuts(edges)
         program = self._programs.get(
             (is_training, len(edges), cuts), lambda: self._lower(is_training, len(edges), cuts)
@@ -96,19 +101,21 @@ class StepCompiler:
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
         agreement = self.agreement(program, edges, name, recordings)
         _LOG.info("compiled %s: %d actions on %d ranks", name, len(program.table.codes), program.num_ranks)
-        rank_programs = compile_ranks(program, edges, self._ranks, self._runner, self._transport)
-        return CompiledStep(roots, program, agreement, rank_programs)
+        ranks = self._model_part.groups.own_ranks
+        rank_programs = compile_ranks(program, edges, ranks, self._runner, self._transport)
+        has_roots = all(self._loss_head.roots(recording, is_training) for recording in recordings)
+        return CompiledStep(has_roots, program, agreement, rank_programs)
 
     def agreement(
         self, program: Program, edges: Sequence[Edges], name: str, recordings: Sequence[Recording]
     ) -> Agreement:
         """The facts about a step that all ranks must share."""
-        return Agreement.of_step(program, edges, name, self._describe(recordings))
+        return Agreement.of_step(program, edges, name, self._model_part.describe(recordings))
 
-    def edges(self, is_training: bool, recordings: Sequence[Recording], roots: Sequence[Roots]) -> list[Edges]:
+    def edges(self, is_training: bool, recordings: Sequence[Recording]) -> list[Edges]:
         """The values that cross between stages for each microbatch."""
-        pairs = zip(recordings, roots, strict=True)
-        return [self._crossings(recording, loss_roots, is_training) for recording, loss_roots in pairs]
+        roots = self._loss_head.roots
+        return [self._crossings(recording, roots(recording, is_training), is_training) for recording in recordings]
 
     def cuts(self, edges: Sequence[Edges]) -> Cuts:
         """An edge exists if any microbatch has it, and carries gradients if it does for any microbatch."""
