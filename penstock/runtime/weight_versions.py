@@ -46,24 +46,21 @@ class StageWeights:
         own = set(self._parameters)
         self._others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
         """parameters of other stages that the same optimizer updates, if all stages are in this process"""
-        self._present = Version(0, 0, ())
-        self._previous: Version | None = None
-        """with "2bw", the version before the present one"""
-        self._predicted: dict[tuple[int, int], Version] = {}
-        """by the number of the version that a prediction starts from, and the updates that it is ahead"""
-        self.stashed_versions = 0
-        """the most versions other than the present one that were kept at a time since the stream began"""
-        self._kept: set[Version] = set()
-        """versions other than the present one that are in use"""
-        self._gradients: list[tuple[Tensor | None, int]] = []
-        """those of batches in flight after the last call, and how often they had been written"""
         self.start()
 
     def start(self) -> None:
         """Begin a stream with the weights that the parameters have now."""
         self._present = Version(0, 0, self._data())
-        self._previous, self._predicted, self._kept, self.stashed_versions = None, {}, set(), 0
-        self._gradients = []
+        self._previous: Version | None = None
+        """with "2bw", the version before the present one"""
+        self._predicted: dict[tuple[int, int], Version] = {}
+        """by the number of the version that a prediction starts from, and the updates that it is ahead"""
+        self._kept: set[Version] = set()
+        """versions other than the present one that are in use"""
+        self.stashed_versions = 0
+        """the most versions other than the present one that were kept at a time since the stream began"""
+        self._gradients: list[tuple[Tensor | None, int]] = []
+        """those of batches in flight after the last call, and how often they had been written"""
         for parameter in self._parameters:
             parameter.grad = None
 
