@@ -99,7 +99,7 @@ class FlatPipeline:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups, self._monitor = groups, groups.monitor
-        self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks)
+        self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks, {})
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
         """DDP modules that computed gradients in the current call; None between calls"""

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -228,11 +227,7 @@ class UserStageEngine:
     """Runs the steps of hand-written stages on this rank, together with all other ranks."""
 
     def __init__(
-        self,
-        groups: ProcessGroups,
-        device: torch.device,
-        num_stages: int,
-        stages: Mapping[int, UserStage] = MappingProxyType({}),
+        self, groups: ProcessGroups, device: torch.device, num_stages: int, stages: Mapping[int, UserStage]
     ) -> None:
         """`stages` are those of this rank; `runner.stages` may also be set before every step."""
         self.groups, self.sync = groups, RankSync(groups)
