@@ -1,7 +1,7 @@
 """Records the forward of any nn.Module on an example batch, and replays parts of it.
 
     capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
-    Replay(recording, nodes, ...) --> run on new values: some calls of the recording
+    Replay(recording, nodes, ...).run(values) --> the values that these calls of the recording make
 
     Record (penstock.ir)  the calls of one forward as plain data
     Recording             a Record, the functions and constants that it refers to, and its Graph

@@ -49,7 +49,7 @@ def intercept_modules(model: nn.Module, handler: CallHandler) -> Iterator[None]:
 
 
 @contextmanager
-def intercept_functions_of_torch(on_apply: CallHandler, on_script: CallHandler) -> Iterator[None]:
+def intercept_autograd_and_scripted_functions(on_apply: CallHandler, on_script: CallHandler) -> Iterator[None]:
     """Route calls of autograd functions and of scripted functions through handlers.
 
     They are called as `on_apply(function class, apply, args, kwargs)` and `on_script(function, call, args, kwargs)`. A

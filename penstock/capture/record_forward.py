@@ -2,7 +2,7 @@
 
     make_recording             records the forward twice, and compares the two recordings
       _Forward.record          opens blocks, or treats functions as one call, until the forward can be recorded
-        _Forward.record_once   runs the forward under a `Recorder`, and builds the graph
+        _Forward._record_once  runs the forward under a `Recorder`, and builds the graph
 
 A single forward suffices if an earlier recording made the same calls with other sizes, for example for a batch of
 another length.
@@ -24,7 +24,7 @@ from penstock.capture.granularity import Granularity
 from penstock.capture.graph_builder import build_graph, outputs_reaching
 from penstock.capture.hooks import (
     has_user_hooks,
-    intercept_functions_of_torch,
+    intercept_autograd_and_scripted_functions,
     intercept_modules,
     without_user_hooks,
 )
@@ -105,7 +105,7 @@ class _Forward:
             blocks = granularity.blocks(self.model)
             try:
                 with without_user_hooks(blocks.values() if skip_hooks else ()):
-                    recorded = self.record_once(global_seed, granularity, functions)
+                    recorded = self._record_once(global_seed, granularity, functions)
             except NewContainer:
                 # Calls before this one were recorded with the object as a constant.
                 continue
@@ -144,7 +144,7 @@ class _Forward:
                 functions.reading += reading_functions
                 granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
 
-    def record_once(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
+    def _record_once(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
         """Run the forward under a Recorder, and build the recording from what it has recorded."""
         model = self.model
         register_containers((self.args, self.kwargs))
@@ -269,7 +269,7 @@ def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
             intercept_functions(recorder.function_drew, recorder.functions.drawing),
             intercept_functions(recorder.function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
-            intercept_functions_of_torch(recorder.function_applied, recorder.script_called),
+            intercept_autograd_and_scripted_functions(recorder.function_applied, recorder.script_called),
             replaced_entries(recorder.transform_called, TRANSFORMS),
             recorder,
         ):
