@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import in_double
+from penstock.capture import in_double, real_inner_product
 from penstock.errors import RunError
 from penstock.ir import named_leaves
 from penstock.runtime import Result
@@ -73,17 +73,16 @@ class ForwardPass:
 
 def pull_back(output: Any, gradients: Mapping[str, Tensor]) -> Tensor:
     """A loss function whose gradients with respect to the outputs are the given ones, one row per sample."""
-    # The gradient g of a complex output z adds Re(conj(g) z), as torch defines it; conj and real change no real number.
     total: Tensor | None = None
     for name, leaf in named_leaves(output, ""):
         if name not in gradients:
             continue
         rows = gradients[name]
         if leaf.dim() == 0:
-            product = (leaf * rows.sum().to(leaf.dtype).conj()).real
+            product = real_inner_product(leaf, rows.sum().to(leaf.dtype))
         elif leaf.numel() == rows.numel() and leaf.shape[1:] == rows.shape[2:]:
             # In the dtype of the gradient: a float16 gradient could underflow before it is scaled.
-            product = (leaf * rows.reshape(leaf.shape).conj()).sum().real
+            product = real_inner_product(leaf, rows.reshape(leaf.shape))
         else:
             shapes = {"expected": tuple(leaf.shape), "got": tuple(rows.shape)}
             raise RunError("the first dimension of an output is not that of the samples", output=name, **shapes)

@@ -33,22 +33,25 @@ The files, in the order in which to read them:
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.dtypes import (
+    INEXACT_DTYPES,
     NUMPY_DTYPES,
     ROUNDING,
     as_bytes,
-    as_real,
     coarsest,
     contiguous_entries,
     dtype_name,
     dtype_named,
     extremes,
-    from_real,
+    from_real_entries,
     in_double,
     in_precision,
     is_close,
     is_inexact,
     is_integer,
+    is_ordered,
     largest_magnitude,
+    real_entries,
+    real_inner_product,
 )
 from penstock.capture.function_kinds import GRADIENT_FUNCTIONS
 from penstock.capture.generators import GeneratorStates, seed_generators

@@ -20,9 +20,22 @@ def dtype_named(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+INEXACT_DTYPES = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+)
+"""rounded, real or complex numbers: only these have gradients, NaN and Inf"""
+
+
 def is_inexact(tensor: Tensor) -> bool:
-    """Whether its entries are rounded, real or complex numbers: only these have gradients, NaN and Inf."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    """Whether its dtype is one of `INEXACT_DTYPES`."""
+    return tensor.dtype in INEXACT_DTYPES
+
+
+def is_ordered(tensor: Tensor) -> bool:
+    """Whether its entries are real numbers, so that they can be compared, counted or used as a weight."""
+    return not tensor.is_complex()
 
 
 def is_integer(tensor: Tensor) -> bool:
@@ -77,16 +90,16 @@ def is_close(tensor: Tensor, expected: Tensor, rounding: float = 0.0) -> bool:
 # Entries as real numbers or bytes
 
 
-def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as real numbers, with one more dimension of length 2; any other tensor itself.
+def real_entries(tensor: Tensor) -> Tensor:
+    """The entries as real numbers, which can be ordered, compared and sent by every backend, in the same memory.
 
-    Complex numbers have no order and are not sent by every backend, but both are defined for their parts.
+    A complex tensor gets one more dimension of length 2; any other tensor is returned as it is.
     """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def from_real(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor of this dtype that `as_real` turned into this one, in the same memory."""
+def from_real_entries(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of this dtype that `real_entries` turned into this one, in the same memory."""
     return torch.view_as_complex(tensor) if dtype.is_complex else tensor
 
 
@@ -111,11 +124,16 @@ def extremes(tensor: Tensor) -> Sequence[Tensor]:
     A scalar is returned as it is. On the host this is many times faster than a norm or isfinite on every entry.
     """
     if tensor.is_complex():
-        tensor = as_real(tensor)
+        tensor = real_entries(tensor)
     if tensor.dim() == 0:
         # A copy of a view, which may be one of a large tensor.
         return (tensor.clone() if tensor._is_view() else tensor,)
     return torch.aminmax(tensor) if tensor.numel() else ()
+
+
+def real_inner_product(tensor: Tensor, other: Tensor) -> Tensor:
+    """The sum of the products of their entries, of complex ones Re(t conj(o)): its gradient for `tensor` is `other`."""
+    return (tensor * other.conj()).sum().real
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor:

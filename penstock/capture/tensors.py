@@ -5,7 +5,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.dtypes import as_real, dtype_name, is_inexact
+from penstock.capture.dtypes import dtype_name, is_inexact, real_entries
 from penstock.ir import TensorSpec, leaves
 
 
@@ -68,7 +68,7 @@ def same_content(first: Tensor, second: Tensor) -> bool:
         return True
     if first.shape != second.shape or not is_inexact(first):
         return False
-    first, second = as_real(first), as_real(second)
+    first, second = real_entries(first), real_entries(second)
     return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 

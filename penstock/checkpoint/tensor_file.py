@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import as_bytes, as_real, from_real
+from penstock.capture import as_bytes, from_real_entries, real_entries
 from penstock.errors import CheckpointError, DamagedError
 
 DTYPES = {
@@ -64,7 +64,7 @@ def dtype_and_shape(tensor: Tensor, name: str) -> tuple[str, tuple[int, ...]]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], rank: int = 0) -> FileRecord:
     """Write a new safetensors file; tensors are copied to host memory one after the other."""
     complex_names = sorted(name for name, tensor in tensors.items() if tensor.dtype == torch.complex128)
-    tensors = {**tensors, **{name: as_real(tensors[name]) for name in complex_names}}
+    tensors = {**tensors, **{name: real_entries(tensors[name]) for name in complex_names}}
     # The largest element sizes first, so that every tensor is aligned to its own.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {_COMPLEX128: json.dumps(complex_names)}} if complex_names else {}
@@ -99,7 +99,7 @@ class TensorFile:
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows."""
         tensor = self._opened.get_tensor(name) if rows is None else self._opened.get_slice(name)[rows]
-        return from_real(tensor, torch.complex128) if name in self._complex_names else tensor
+        return from_real_entries(tensor, torch.complex128) if name in self._complex_names else tensor
 
 
 def write_bytes(path: Path, parts: Iterable[bytes | Tensor], rank: int = 0) -> FileRecord:

@@ -131,10 +131,10 @@ def _compare(
 def _mean_square(output: Any, target: Any) -> Any:
     from torch import Tensor
 
-    from penstock.capture import as_real, is_inexact
+    from penstock.capture import is_inexact, real_entries
     from penstock.ir import leaves
 
-    tensors = [as_real(leaf) for leaf in leaves(output) if isinstance(leaf, Tensor) and is_inexact(leaf)]
+    tensors = [real_entries(leaf) for leaf in leaves(output) if isinstance(leaf, Tensor) and is_inexact(leaf)]
     return sum(tensor.float().square().mean() for tensor in tensors)
 
 

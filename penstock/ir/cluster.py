@@ -332,6 +332,14 @@ class Cluster:
         seconds = max(largest.send_seconds, largest.receive_seconds)
         return replace(self, bandwidth=largest.bytes / seconds if seconds else None)
 
+    def has_same_ranks_as(self, other: "Cluster") -> bool:
+        """Whether the costs of stages on ranks of both clusters are equal."""
+        return (self.slowness, self.overhead) == (other.slowness, other.overhead)
+
+    def with_ideal_ranks(self) -> "Cluster":
+        """The cluster with ranks on which stages take as long as in the profile."""
+        return replace(self, slowness=None, overhead=Overhead())
+
     def costs_on_ranks(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
         """The costs of stages on the ranks that hold them: slowed down, and with the overhead of passes and messages.
 

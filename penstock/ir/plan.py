@@ -312,7 +312,7 @@ class Plan(SavedRecord):
 
     def costs_on(self, cluster: Cluster) -> StageCosts:
         """The costs of the stages on ranks with another slowness or overhead."""
-        if (cluster.slowness, cluster.overhead) == (self.cluster.slowness, self.cluster.overhead):
+        if cluster.has_same_ranks_as(self.cluster):
             return self.costs
         placement = self.schedule.placement
         costs = self.cluster.costs_without_overhead(self.costs, placement, self.cuts)

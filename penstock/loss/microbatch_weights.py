@@ -287,8 +287,8 @@ class LossWeights:
             self._decisions.put(key, decision)
             if recording is not None:
                 self._checked.put(recording, None)
-            counts_samples = decision.count is not None and not decision.count.counts_entries
-            if given is not None and (decision.problem or counts_samples):
+            is_other_kind = given is not None and decision.count is not None and decision.count.kind != given.kind
+            if given is not None and (decision.problem or is_other_kind):
                 # The evaluation has not found which labels count: all labels are counted that torch does not ignore.
                 decision, weights = Decision(given), given.weights(own_pieces)
         step.weights, step.loss_problem = weights, decision.problem

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture import ROUNDING, DispatchMode, as_real, coarsest
+from penstock.capture import ROUNDING, DispatchMode, coarsest, real_entries
 from penstock.ir import leaves
 
 VALUE_FACTOR = 10.0
@@ -64,7 +64,7 @@ class Evaluation:
         gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
         for (part, name), gradient in zip(inputs, computed, strict=False):
             if gradient is not None:
-                gradients[part][name] = as_real(gradient)
+                gradients[part][name] = real_entries(gradient)
         others = zip(shared, computed[len(inputs) :], strict=True)
         return cls(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import IGNORE_INDEX, is_of_target
-from penstock.capture import is_inexact, is_integer
+from penstock.capture import is_inexact, is_integer, is_ordered
 from penstock.errors import RunError
 
 Piece = tuple[Mapping[str, Tensor], int]
@@ -107,7 +107,7 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
     yield Count("mean")
     # Only tensors with a dimension of samples: others are the same in every microbatch.
     for name, tensor in pieces[0][0].items():
-        if not tensor.numel() or pieces[0][1] not in tensor.shape or tensor.is_complex():
+        if not tensor.numel() or pieces[0][1] not in tensor.shape or not is_ordered(tensor):
             continue
         positions = (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,)
         if is_integer(tensor):

@@ -21,7 +21,6 @@ from penstock.ir import (
     Node,
     NodeBytes,
     NodeCost,
-    Overhead,
     Plan,
     Profile,
     StageCosts,
@@ -247,7 +246,7 @@ def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPL
         return None
     cluster = replace(plan.cluster, slowness=slowness)
     present = simulate(lower(plan.orders, cuts=plan.cuts), plan.costs_on(cluster), cluster).makespan
-    profile = estimate_profile(plan, plan.costs_on(replace(plan.cluster, slowness=None, overhead=Overhead())))
+    profile = estimate_profile(plan, plan.costs_on(plan.cluster.with_ideal_ranks()))
     models = {plan.num_microbatches: Measured(plan.graph, profile)}
     asked = _asked_schedule(plan)
     options = PlanOptions(cluster, schedule=asked, budget_seconds=budget_seconds, training=plan.training)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.capture import contiguous_entries, largest_magnitude
+from penstock.capture import contiguous_entries, is_ordered, largest_magnitude
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, to_device, to_host
@@ -208,7 +208,7 @@ def check_clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
 
 def _number(value: object) -> float | None:
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
+        return float(value) if value.numel() == 1 and is_ordered(value) else None
     if isinstance(value, str):
         # torch accepts "inf" as a norm type.
         return math.inf if value == "inf" else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import extremes, is_inexact
+from penstock.capture import INEXACT_DTYPES, extremes, is_inexact
 from penstock.ir import Graph, Node, leaves
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.tensor_parallel import stored_entries
@@ -38,7 +38,7 @@ class Extremes:
         found = self._extremes.setdefault((stage, is_gradient), [])
         for value in values:
             # Not `is_inexact`, and `stored_entries` only where it is needed: every value of every step comes here.
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            if isinstance(value, Tensor) and value.dtype in INEXACT_DTYPES:
                 if type(value) is not Tensor or value.is_sparse:
                     value = stored_entries(value)
                 found += extremes(value.detach() if value.requires_grad else value)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from penstock.capture import as_real
+from penstock.capture import real_entries
 from penstock.errors import RunError
 from penstock.runtime.agreement import checksum, sample
 from penstock.runtime.fsdp import averaged_by_fsdp
@@ -90,7 +90,7 @@ def sample_shard(tensor: Tensor) -> Tensor:
 
 def sample_as_float64(tensor: Tensor) -> Tensor:
     """The entries that `sample_shard` selects as one row of float64 on the host; the parts of complex ones."""
-    return as_real(sample_shard(tensor)).flatten().to("cpu", torch.float64)
+    return real_entries(sample_shard(tensor)).flatten().to("cpu", torch.float64)
 
 
 class PartialGradients:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.capture import as_real, dtype_name, dtype_named, from_real
+from penstock.capture import dtype_name, dtype_named, from_real_entries, real_entries
 from penstock.errors import RunError
 from penstock.ir import Value
 from penstock.runtime.host_memory import host_buffer
@@ -73,7 +73,7 @@ class TensorCodec:
             tensor = tensor.detach()
         if self._order:
             tensor = tensor.permute(self._order)
-        return as_real(tensor)
+        return real_entries(tensor)
 
     def buffer(self, device: torch.device, is_pinned: bool = False) -> Tensor:
         """Memory to receive into: on the device, or pinned memory of the host."""
@@ -81,16 +81,16 @@ class TensorCodec:
             buffer = host_buffer(self._sent_shape, self._dtype)
         else:
             buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
-        return as_real(buffer)
+        return real_entries(buffer)
 
     def view(self, memory: Tensor) -> Tensor:
         """The beginning of some bytes as a buffer to receive into or to copy to."""
         buffer = memory[: self.num_bytes].view(self._dtype).view(self._sent_shape)
-        return as_real(buffer)
+        return real_entries(buffer)
 
     def unpack(self, buffer: Tensor) -> Tensor:
         """The value in a received buffer, with the sender's memory layout and requires_grad."""
-        value = from_real(buffer, self._dtype)
+        value = from_real_entries(buffer, self._dtype)
         if self._inverse:
             value = value.permute(self._inverse)
         return value.requires_grad_() if self._requires_grad else value
