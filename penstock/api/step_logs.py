@@ -213,8 +213,8 @@ class StepLogs:
         return self._for_each(lambda log: log.write(metrics))
 
     def close(self) -> list[str]:
-        """Close every log."""
-        return self._for_each(lambda log: log.close())
+        """Close every log that was opened; returns messages about those that cannot be written."""
+        return [] if self._logs is None else self._for_each(lambda log: log.close())
 
     def _for_each(self, act: Callable[[StepLog], Any]) -> list[str]:
         # Logs are opened by the first call, once a checkpoint has set `run_id`.

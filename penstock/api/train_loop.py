@@ -186,7 +186,12 @@ def fit(
     pipe.check_optimizer(optimizer)
     logs = StepLogs(options.log_targets if pipe.is_first else (), run_id)
     loop = _Loop(pipe, optimizer, options, eval_batches, tuple(callbacks), checkpoints, logs, on_step)
-    return loop.run(batches)
+    try:
+        return loop.run(batches)
+    finally:
+        # After an error too: the steps before it are in the logs.
+        for message in logs.close():
+            warnings.warn(message, PenstockWarning, stacklevel=2)
 
 
 class _Loop:
@@ -246,7 +251,6 @@ class _Loop:
             if self._saver is not None:
                 self._saver.finish()
             self._emit("end")
-        self._logs.close()
         versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
         return Run(pipe.plan, tuple(self._history.steps), self._history.median_trace, versions=versions)
 

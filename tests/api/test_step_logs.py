@@ -7,11 +7,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import mse_loss
 
+import penstock
 from penstock import PenstockError, RunError, TrainOptions
 from penstock.api.step_logs import Csv, JsonLines, LineFile, StepLogs
 from penstock.api.train_options import LogTarget
 from penstock.ir import StepMetrics
+from tests.plans import quick_plan
+from tests.small_models import WIDTH, chain, noise
 
 
 def metrics(step: int, **values: Any) -> StepMetrics:
@@ -95,6 +100,28 @@ def test_wandb_gets_every_number_once_under_the_id_of_the_run(monkeypatch: pytes
         (4, {"eval_loss": 0.5}),
         "finish",
     ]
+
+
+def test_logs_are_closed_after_an_error_and_never_opened_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    model, batch = chain(2), noise(4, WIDTH)
+    plan = quick_plan(model, (batch,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+    def fail_after_a_step(event: penstock.TrainEvent) -> None:
+        if event.name == "after_step":
+            raise ValueError("stop here")
+
+    options = TrainOptions(steps=3, log=["wandb:first"])
+    with pytest.raises(PenstockError, match="no batches"):
+        penstock.fit(pipe, [], optimizer, options)
+    assert wandb.calls == []
+    with pytest.raises(ValueError, match="stop here"):
+        penstock.fit(pipe, [(batch, batch)], optimizer, options, callbacks=[fail_after_a_step])
+    assert [call for call in wandb.calls if call == "finish"] == ["finish"]
+    assert wandb.calls[-1] == "finish"
 
 
 def test_wandb_that_does_not_start_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
