@@ -20,6 +20,7 @@ import penstock
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
 from penstock.runtime.step_compiler import RankProgram
+from penstock.runtime.transports import SendSlot
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half")
 _SAMPLES, _WIDTH = 4, 48
@@ -174,9 +175,18 @@ def track_peaks(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
 def _sent_gradients(prepared: RankProgram) -> set[int]:
     """The storages of gradients that are being sent or about to be."""
     gradients = [slot for slot in prepared.send_slots if slot.route.key[0] > slot.route.key[1]]
-    return {tensor.untyped_storage()._cdata for slot in gradients for tensor in slot.held}
+    held = [tensor for slot in gradients for tensor in (*slot._tensors, *_packed(slot)) if tensor is not None]
+    return {tensor.untyped_storage()._cdata for tensor in held}
+
+
+def _packed(slot: SendSlot) -> list[Tensor]:
+    """The tensors of a message in the form in which they are sent, while the slot keeps them."""
+    if (message := getattr(slot, "_message", None)) is not None:  # in shared memory, if the ring is full
+        return [part for _, part in message.parts]
+    return getattr(slot, "_packed", [])
 
 
 def _posted_bytes(prepared: RankProgram) -> int:
     """Bytes of the receive buffers of messages that have not arrived."""
-    return sum(buffer.nbytes for slot in prepared.recv_slots for buffer in slot.held)
+    # Messages in shared memory have no buffers of their own.
+    return sum(buffer.nbytes for slot in prepared.recv_slots for buffer in getattr(slot, "_buffers", ()))

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batches.cuts import TARGET, Argument, Cut, CutFinder, Split, batch_size, check_split_of_step, has_rule
+from penstock.batches.sample_axes import (
+    TARGET,
+    Argument,
+    SampleAxis,
+    SampleAxisFinder,
+    Split,
+    batch_size,
+    check_split_of_step,
+    has_rule,
+)
 from penstock.capture import PLAIN_TYPES, LruCache, register_containers
 from penstock.errors import CaptureError, RunError
 from penstock.ir import flatten_one_level, named_arguments, named_inputs, signature_of, unflatten_one_level
@@ -49,7 +58,7 @@ class Microbatch(NamedTuple):
     target: Any
     size: int
     """number of samples"""
-    cuts: dict[str, Cut]
+    axes: dict[str, SampleAxis]
     """by the name of an argument, of `target` or of a part of either; everything else is the same for all samples"""
     names: tuple[str, ...] = ()
     """of the positional arguments"""
@@ -65,50 +74,50 @@ class Microbatch(NamedTuple):
         starts = list(accumulate(sizes, initial=0))
 
         def pieces(value: Any, name: str) -> Sequence[Any]:
-            cut = self.cuts.get(name)
-            if cut is None:
+            axis = self.axes.get(name)
+            if axis is None:
                 taken = flatten_one_level(value)
                 if taken is None:
                     return [value] * len(sizes)
                 columns = [pieces(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
                 rows = [[column[index] for column in columns] for index in range(len(sizes))]
                 return [unflatten_one_level(taken.kind, taken.keys, row) for row in rows]
-            if cut.dim is None:
+            if axis.dim is None:
                 slices = [value[start:end] for start, end in pairwise(starts)]
                 return [unflatten_one_level(type(value), range(len(each)), each) for each in slices]
-            lengths = [cut.rows * size for size in sizes]
-            if cut.offsets:
-                lengths = [cut.offsets[end] - cut.offsets[start] for start, end in pairwise(starts)]
+            lengths = [axis.rows * size for size in sizes]
+            if axis.offsets:
+                lengths = [axis.offsets[end] - axis.offsets[start] for start, end in pairwise(starts)]
             if value.layout is not torch.strided:
-                return _sparse_parts(value, name, lengths, cut.dim)
+                return _sparse_parts(value, name, lengths, axis.dim)
             if value.requires_grad:
                 # The results of split could not be written in place.
                 pairs = zip(accumulate(lengths, initial=0), lengths, strict=False)
-                return [value.narrow(cut.dim, start, length) for start, length in pairs]
-            return value.split(lengths, cut.dim)
+                return [value.narrow(axis.dim, start, length) for start, length in pairs]
+            return value.split(lengths, axis.dim)
 
         args = [pieces(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = [pieces(arg, name) for name, arg in self.kwargs.items()]
-        # Without a target, a cut of this name is that of an argument of the forward.
+        # Without a target, a axis of this name is that of an argument of the forward.
         targets = [None] * len(sizes) if self.target is None else pieces(self.target, TARGET)
-        cuts = [self.cuts] * len(sizes)
-        if any(cut.offsets for cut in self.cuts.values()):
+        axes = [self.axes] * len(sizes)
+        if any(axis.offsets for axis in self.axes.values()):
             pairs = zip(starts, sizes, strict=False)
-            cuts = [{name: cut.within(start, size) for name, cut in self.cuts.items()} for start, size in pairs]
+            axes = [{name: axis.within(start, size) for name, axis in self.axes.items()} for start, size in pairs]
         nothing = [()] * len(sizes)
         args_of = list(zip(*args, strict=True)) or nothing
         kwargs_of = [dict(zip(self.kwargs, row, strict=True)) for row in list(zip(*kwargs, strict=True)) or nothing]
-        rows = zip(args_of, kwargs_of, targets, sizes, cuts, strict=True)
+        rows = zip(args_of, kwargs_of, targets, sizes, axes, strict=True)
         return tuple([Microbatch(*row, self.names) for row in rows])
 
-    def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
-        """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
+    def map_axes(self, choose: Callable[[Any, str, SampleAxis], Any], size: int) -> "Microbatch":
+        """The microbatch of `size` samples for which `choose(value, name, axis)` replaces whatever is split."""
 
         def chosen(value: Any, name: str) -> Any:
-            cut = self.cuts.get(name)
-            if cut is not None:
-                entries = choose(value, name, cut)
-                return unflatten_one_level(type(value), range(size), entries) if cut.dim is None else entries
+            axis = self.axes.get(name)
+            if axis is not None:
+                entries = choose(value, name, axis)
+                return unflatten_one_level(type(value), range(size), entries) if axis.dim is None else entries
             parts = flatten_one_level(value)
             if parts is None:
                 return value
@@ -117,13 +126,13 @@ class Microbatch(NamedTuple):
 
         args = tuple([chosen(arg, name) for name, arg in zip(self.names, self.args, strict=True)])
         kwargs = {name: chosen(arg, name) for name, arg in self.kwargs.items()}
-        # Without a target, a cut of this name is that of an argument of the forward.
+        # Without a target, a axis of this name is that of an argument of the forward.
         target = None if self.target is None else chosen(self.target, TARGET)
-        return Microbatch(args, kwargs, target, size, self.cuts, self.names)
+        return Microbatch(args, kwargs, target, size, self.axes, self.names)
 
     def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the named tensors that every microbatch has, with the same number of rows for each sample."""
-        left_out = tuple(f"{name}." for name, cut in self.cuts.items() if cut.dim is None or cut.offsets)
+        left_out = tuple(f"{name}." for name, axis in self.axes.items() if axis.dim is None or axis.offsets)
         return {name: tensor for name, tensor in tensors.items() if not f"{name}.".startswith(left_out)}
 
     @staticmethod
@@ -132,18 +141,18 @@ class Microbatch(NamedTuple):
         first = microbatches[0]
         if len(microbatches) == 1:
             return first
-        cuts = dict(first.cuts)
-        for name, cut in cuts.items():
-            if cut.offsets:
-                lengths = [end - start for each in microbatches for start, end in pairwise(each.cuts[name].offsets)]
-                cuts[name] = replace(cut, offsets=tuple(accumulate(lengths, initial=0)))
+        axes = dict(first.axes)
+        for name, axis in axes.items():
+            if axis.offsets:
+                lengths = [end - start for each in microbatches for start, end in pairwise(each.axes[name].offsets)]
+                axes[name] = replace(axis, offsets=tuple(accumulate(lengths, initial=0)))
         columns = zip(first.names, zip(*(each.args for each in microbatches), strict=True), strict=True)
         return Microbatch(
-            tuple(_joined(values, name, cuts) for name, values in columns),
-            {name: _joined([each.kwargs[name] for each in microbatches], name, cuts) for name in first.kwargs},
-            None if first.target is None else _joined([each.target for each in microbatches], TARGET, cuts),
+            tuple(_joined(values, name, axes) for name, values in columns),
+            {name: _joined([each.kwargs[name] for each in microbatches], name, axes) for name in first.kwargs},
+            None if first.target is None else _joined([each.target for each in microbatches], TARGET, axes),
             sum(each.size for each in microbatches),
-            cuts,
+            axes,
             first.names,
         )
 
@@ -152,10 +161,10 @@ def select_columns(columns: Columns) -> Microbatch:
     """The microbatch of some samples and columns of a batch, copied into contiguous memory."""
     whole, index = columns.whole, {}
 
-    def chosen(value: Any, name: str, cut: Cut) -> Any:
-        if cut.dim is None:
+    def chosen(value: Any, name: str, axis: SampleAxis) -> Any:
+        if axis.dim is None:
             return [value[sample] for sample in columns.samples]
-        if cut.dim != 0 or cut.rows != 1 or cut.offsets:
+        if axis.dim != 0 or axis.rows != 1 or axis.offsets:
             raise RunError(
                 "budget_tokens needs arguments whose first dimension is the samples",
                 argument=name,
@@ -168,7 +177,7 @@ def select_columns(columns: Columns) -> Microbatch:
         # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
         return value.index_select(0, index[value.device])
 
-    return whole.map_cuts(chosen, len(columns.samples))._replace(columns=columns)
+    return whole.map_axes(chosen, len(columns.samples))._replace(columns=columns)
 
 
 def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:
@@ -207,8 +216,8 @@ class BatchSplitter:
         these arguments.
         """
         self._forward, self._split, self._planned = forward, dict(split or {}), dict(planned or {})
-        self._splittings: LruCache[Any, tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]] = LruCache()
-        """by the structure of a batch: the size of each microbatch, the cuts, and the names of positional arguments"""
+        self._splittings: LruCache[Any, tuple[tuple[int, ...], dict[str, SampleAxis], tuple[str, ...]]] = LruCache()
+        """by the structure of a batch: the size of each microbatch, the axes, and the names of positional arguments"""
 
     def split(self, batch: Batch, num_microbatches: int) -> tuple[Microbatch, ...]:
         """The microbatches of a batch, larger ones first; fewer if there are fewer samples.
@@ -223,7 +232,7 @@ class BatchSplitter:
         return self._find_samples(batch, 2)[0]
 
     def _find_samples(self, batch: Batch, num_microbatches: int) -> tuple[Microbatch, tuple[int, ...]]:
-        """The batch as one microbatch, with its cuts, and the sizes of its microbatches."""
+        """The batch as one microbatch, with its axes, and the sizes of its microbatches."""
         args, kwargs, target = tuple(batch.args), dict(batch.kwargs), batch.target
         key = _structure((args, kwargs, target)), num_microbatches
         splitting = self._splittings.find(key)
@@ -237,19 +246,19 @@ class BatchSplitter:
             rules = {**self._split, **planned}
             num_samples = batch_size(arguments, rules)
             sizes = microbatch_sizes(num_samples, num_microbatches)
-            cuts = CutFinder(num_samples, rules, is_unsplit=len(sizes) == 1).find(everything)
-            splitting = sizes, cuts, tuple(named)[: len(args)]
+            axes = SampleAxisFinder(num_samples, rules, is_unsplit=len(sizes) == 1).find(everything)
+            splitting = sizes, axes, tuple(named)[: len(args)]
             # Offsets are read from a tensor: they hold for this batch only.
-            if not any(cut.offsets for cut in cuts.values()):
+            if not any(axis.offsets for axis in axes.values()):
                 self._splittings.put(key, splitting)
-        sizes, cuts, names = splitting
-        return Microbatch(args, kwargs, target, sum(sizes), cuts, names), sizes
+        sizes, axes, names = splitting
+        return Microbatch(args, kwargs, target, sum(sizes), axes, names), sizes
 
 
 def microbatch_kinds(microbatches: Sequence[Microbatch]) -> list[object]:
     """Equal for microbatches of one batch that differ only in the values of their tensors."""
-    cuts = microbatches[0].cuts.values()
-    if any(cut.dim is None or cut.offsets for cut in cuts):
+    axes = microbatches[0].axes.values()
+    if any(axis.dim is None or axis.offsets for axis in axes):
         return list(range(len(microbatches)))
     return [(each.size, each.columns and (each.columns.start, each.columns.stop)) for each in microbatches]
 
@@ -293,18 +302,18 @@ def _sparse_parts(value: Tensor, name: str, lengths: Sequence[int], dim: int) ->
     return [value.narrow_copy(dim, start, length) for start, length in pairs]
 
 
-def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:
+def _joined(values: Sequence[Any], name: str, axes: Mapping[str, SampleAxis]) -> Any:
     """The value of several microbatches together: whatever is split is concatenated."""
-    cut, first = cuts.get(name), values[0]
-    if cut is None:
+    axis, first = axes.get(name), values[0]
+    if axis is None:
         parts = [flatten_one_level(value) for value in values]
         if parts[0] is None:
             return first
         columns = zip(*(each.items for each in parts if each is not None), strict=True)
-        items = [_joined(column, f"{name}.{key}", cuts) for key, column in zip(parts[0].keys, columns, strict=True)]
+        items = [_joined(column, f"{name}.{key}", axes) for key, column in zip(parts[0].keys, columns, strict=True)]
         return unflatten_one_level(parts[0].kind, parts[0].keys, items)
-    if cut.dim is not None:
-        return torch.cat(list(values), cut.dim)
+    if axis.dim is not None:
+        return torch.cat(list(values), axis.dim)
     entries = [entry for value in values for entry in value]
     return unflatten_one_level(type(first), range(len(entries)), entries)
 
@@ -325,11 +334,11 @@ def explain_failure(
             microbatches=len(microbatches),
             hint=f"{fewer}, so that each has at least two samples, or a larger batch",
         )
-    cut_names = tuple(f"{name}." for name in first.cuts)
+    axis_names = tuple(f"{name}." for name in first.axes)
     whole = [
         (name, tuple(leaf.shape))
         for name, leaf in named_inputs(forward, first.args, first.kwargs).items()
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(cut_names)
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(axis_names)
     ]
     values, fix = dict(error.values), "microbatches=1"
     if whole:

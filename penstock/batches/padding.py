@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.batches.cuts import TARGET, Cut, is_of_target
 from penstock.batches.microbatches import Columns, Microbatch, select_columns
+from penstock.batches.sample_axes import TARGET, SampleAxis, is_of_target
 from penstock.capture import is_integer
 from penstock.errors import RunError
 from penstock.ir import listed, named_leaves
@@ -49,12 +49,12 @@ class Padding:
 
     def _check_understood(self) -> None:
         """Raise an error if a tensor has the length of the sequence in a place where it is not known how to cut it."""
-        for name, tensor, cut in _tensors(self.whole):
+        for name, tensor, axis in _tensors(self.whole):
             dims = [dim for dim, length in enumerate(tensor.shape) if length == self.width]
             if name in self.names:
                 dims = [dim for dim in dims if dim > 1]
-            elif cut is not None and cut.dim is not None:
-                dims = [dim for dim in dims if dim != cut.dim]
+            elif axis is not None and axis.dim is not None:
+                dims = [dim for dim in dims if dim != axis.dim]
             if dims:
                 raise RunError(
                     "budget_tokens cannot cut the padding off an argument that has the length of the sequence in "
@@ -77,9 +77,9 @@ def find_padding(whole: Microbatch) -> Padding:
         RunError: if nothing shows the lengths, or padding is on both sides
     """
     masks, labels = {}, {}
-    for name, tensor, cut in _tensors(whole):
+    for name, tensor, axis in _tensors(whole):
         word = name.rpartition(".")[2]
-        if cut is None or cut.dim != 0 or cut.rows != 1 or cut.offsets or tensor.dim() != 2:
+        if axis is None or axis.dim != 0 or axis.rows != 1 or axis.offsets or tensor.dim() != 2:
             continue
         if word in _MASKS or word.endswith(_INVERTED_MASKS):
             masks[name] = tensor == 0 if word.endswith(_INVERTED_MASKS) else tensor != 0
@@ -121,8 +121,8 @@ def find_padding(whole: Microbatch) -> Padding:
     lengths = [min(width, width - first + 1) if is_left else last for first, last in zip(firsts, lasts, strict=True)]
     names = tuple(
         name
-        for name, tensor, cut in _tensors(whole)
-        if cut is not None and cut.dim == 0 and cut.rows == 1 and not cut.offsets and tensor.dim() > 1
+        for name, tensor, axis in _tensors(whole)
+        if axis is not None and axis.dim == 0 and axis.rows == 1 and not axis.offsets and tensor.dim() > 1
         and tensor.shape[1] == width
     )  # fmt: skip
     kind = tuple(shown), names, is_left, has_labels_in_padding
@@ -140,10 +140,10 @@ def _ends(valid: Sequence[Tensor]) -> Tensor:
     return torch.stack([marks.argmax(1), last])
 
 
-def _tensors(whole: Microbatch) -> Iterator[tuple[str, Tensor, Cut | None]]:
+def _tensors(whole: Microbatch) -> Iterator[tuple[str, Tensor, SampleAxis | None]]:
     """The tensors of a batch by name, each with the way in which it is split; None if it is passed whole."""
     target = () if whole.target is None else ((TARGET, whole.target),)
     for argument, value in (*zip(whole.names, whole.args, strict=True), *whole.kwargs.items(), *target):
         for name, leaf in [(argument, value)] if isinstance(value, Tensor) else named_leaves(value, argument):
             if isinstance(leaf, Tensor):
-                yield name, leaf, whole.cuts.get(name)
+                yield name, leaf, whole.axes.get(name)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from penstock.batches.cuts import Argument, Split, batch_size, has_rule
 from penstock.batches.microbatches import Batch, BatchSplitter, Microbatch, microbatch_sizes
+from penstock.batches.sample_axes import Argument, Split, batch_size, has_rule
 from penstock.capture import (
     ROUNDING,
     GeneratorStates,
@@ -226,7 +226,7 @@ class _Search:
             except RunError:
                 return rules
         if _interact(ran[0], ran[1:], few.size, self._rounding):
-            self._warn_of_interaction(next(iter(few.cuts)))
+            self._warn_of_interaction(next(iter(few.axes)))
         return rules
 
     def check_buffers(self, rules: Split) -> None:
@@ -291,9 +291,9 @@ class _Search:
                 yield more
 
     def _follows_from_shapes(self, rules: Split) -> bool:
-        """Whether rules are about lists only, and give the cuts that the lists have without rules."""
+        """Whether rules are about lists only, and give the axes that the lists have without rules."""
         try:
-            is_equal = self._halves({})[0].cuts == self._halves(rules)[0].cuts
+            is_equal = self._halves({})[0].axes == self._halves(rules)[0].axes
         except RunError:
             return False
         return is_equal and set(rules.values()) <= {"samples", "items"}

@@ -10,7 +10,7 @@ reader.py           CheckpointReader: documents and tensors of one checkpoint
 loading.py          Loader: each rank reads its part of the newest good checkpoint
 names.py            tensors of a checkpoint for the names of a model
 sources.py          directories that Hugging Face's save_pretrained wrote
-optimizer_state.py  optimizer state by parameter name; scheduler_state.py: that of learning-rate schedulers
+optimizer_state.py  optimizer state by parameter name; lr_scheduler_state.py: that of learning-rate schedulers
 periodic.py         saves a training loop every few steps, and resumes it
 collective.py       errors that are raised on all ranks or on none
 """

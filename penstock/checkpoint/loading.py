@@ -15,12 +15,12 @@ from penstock.capture import internal_call
 from penstock.checkpoint.collective import run_on_first_rank, sync_after
 from penstock.checkpoint.directory import MAX_TRIES, open_tensors, with_checkpoints
 from penstock.checkpoint.locks import VanishedError, lock_shared, vanished
+from penstock.checkpoint.lr_scheduler_state import SavedSchedulers
 from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.optimizer_state import check_optimizer
 from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded, TensorReader
 from penstock.checkpoint.saving import parameter_names, plan_bytes, random_state_restorer
-from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning, RunError
 from penstock.ir import Plan, as_int, printable

@@ -1,4 +1,8 @@
-"""Saves the state of a training run from all ranks into one checkpoint, synchronously or in a thread."""
+"""Saves the state of a training run from all ranks into one checkpoint, synchronously or in a thread.
+
+Further state of a training loop, such as its schedulers, is passed to `save` and restored in `loading.py`; a field that
+only describes the checkpoint belongs in `manifest.py`.
+"""
 
 import functools
 import json
@@ -18,10 +22,10 @@ from torch import Tensor
 
 from penstock.checkpoint.collective import run_on_first_rank, sync_after
 from penstock.checkpoint.directory import CheckpointDir
+from penstock.checkpoint.lr_scheduler_state import scheduler_document
 from penstock.checkpoint.manifest import Manifest, PlanSummary, TensorRecord, fingerprint, step_name
 from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer_state
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN
-from penstock.checkpoint.scheduler_state import scheduler_document
 from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content
 from penstock.errors import CheckpointError, DamagedError

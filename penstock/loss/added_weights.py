@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
-from penstock.loss.added import Added
+from penstock.loss.add_loss import Added
 from penstock.loss.microbatch_weights import LossStep
 from penstock.loss.probe import Evaluation, Probe
 from penstock.loss.reductions import SAMPLE_REDUCTIONS, Count, Piece

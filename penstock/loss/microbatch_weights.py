@@ -16,11 +16,11 @@ from penstock.errors import RunError
 from penstock.ir import choices_text
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
-from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.interactions import interaction_warnings
+from penstock.loss.loss_function import LossFn, LossFunction
 from penstock.loss.probe import VALUE_FACTOR
 from penstock.loss.reductions import REDUCTIONS, Count, Piece
-from penstock.loss.replicas import Replicas, reference_sample, weights_among_replicas
+from penstock.loss.replicas import ReplicaGroup, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
 
@@ -67,7 +67,7 @@ class LossWeights:
     def __init__(
         self,
         captured: Captured | None,
-        replicas: Replicas,
+        replicas: ReplicaGroup,
         loss_fn: LossFn | None = None,
         reduction: str | None = None,
         remote_parameters: Mapping[int, str] | None = None,

@@ -1,6 +1,6 @@
 """Weights among the microbatches of all replicas, of which each has only its own batch.
 
-Replicas can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
+ReplicaGroup can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
 """
 
 import zlib
@@ -23,7 +23,7 @@ _NUM_CODES = 1 << 20
 """few enough that the squares of their sums are exact in float64"""
 
 
-class Replicas(Protocol):
+class ReplicaGroup(Protocol):
     """The copies of the pipeline that train on other batches at the same time."""
 
     @property
@@ -46,7 +46,7 @@ def reference_sample(microbatch: Microbatch) -> Microbatch:
     return sample._replace(args=args, kwargs=kwargs, target=target)
 
 
-def agree_on_names(replicas: Replicas, names: Iterable[str]) -> None:
+def agree_on_names(replicas: ReplicaGroup, names: Iterable[str]) -> None:
     """Raise a RunError, on every replica, if the replicas have losses of different names."""
     code = _hash(sorted(names))
     total, squares = replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
@@ -56,7 +56,7 @@ def agree_on_names(replicas: Replicas, names: Iterable[str]) -> None:
 
 
 def weights_among_replicas(
-    replicas: Replicas, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece], reduction: str
+    replicas: ReplicaGroup, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece], reduction: str
 ) -> tuple[tuple[float, ...], str]:
     """The weights among the microbatches of all replicas, and why they are not exact.
 
@@ -95,7 +95,7 @@ def weights_among_replicas(
     )
 
 
-def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
+def _are_equal(replicas: ReplicaGroup, total: float, squares: float) -> bool:
     """Whether n replicas have the same number, given the sums of the numbers and of their squares.
 
     By the Cauchy-Schwarz inequality n times the sum of squares is the square of the sum only if all are equal.
@@ -103,7 +103,7 @@ def _are_equal(replicas: Replicas, total: float, squares: float) -> bool:
     return total**2 == replicas.count * squares
 
 
-def _agreed_weights(replicas: Replicas, decision: Decision, pieces: Sequence[Piece]) -> tuple[float, ...] | None:
+def _agreed_weights(replicas: ReplicaGroup, decision: Decision, pieces: Sequence[Piece]) -> tuple[float, ...] | None:
     """The weights from a count that fits the batches of all replicas; None if no count fits.
 
     Counts may be equal on the batch of one replica and differ on those of others: without padding, the number of labels

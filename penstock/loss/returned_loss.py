@@ -30,7 +30,7 @@ from penstock.capture import (
     without_user_hooks,
 )
 from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, leaves, transform, unflatten_one_level
-from penstock.loss.added import collect_added
+from penstock.loss.add_loss import collect_added
 from penstock.loss.find_losses import SINGLE, losses_of
 from penstock.loss.interactions import InputComparison
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError

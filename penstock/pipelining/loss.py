@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.batches import Cut, Microbatch, microbatch_sizes
+from penstock.batches import Microbatch, SampleAxis, microbatch_sizes
 from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import flatten_one_level, named_leaves, unflatten_one_level
@@ -105,13 +105,13 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     `sizes` are the numbers of samples of the microbatches. If they are known, a target may have several rows for each
     sample, the same number for all; if not, each tensor is split evenly.
     """
-    cuts: dict[str, Cut] = {}
-    columns = _split(target, "target", sizes, count, cuts)
+    axes: dict[str, SampleAxis] = {}
+    columns = _split(target, "target", sizes, count, axes)
     if not sizes:
-        first = next(iter(cuts), "")
+        first = next(iter(axes), "")
         tensors = [dict(named_leaves(column, "target")).get(first) for column in columns]
         sizes = [len(tensor) if isinstance(tensor, Tensor) else 1 for tensor in tensors]
-    return tuple(Microbatch((), {}, column, size, cuts) for column, size in zip(columns, sizes, strict=True))
+    return tuple(Microbatch((), {}, column, size, axes) for column, size in zip(columns, sizes, strict=True))
 
 
 def target_rows(target: Any) -> list[int]:
@@ -120,21 +120,21 @@ def target_rows(target: Any) -> list[int]:
     return sorted({len(tensor) for tensor in tensors if tensor.dim()})
 
 
-def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]) -> list[Any]:
-    """Split a part of the target called `name`, and add its cut to `cuts`."""
+def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, axes: dict[str, SampleAxis]) -> list[Any]:
+    """Split a part of the target called `name`, and add its axis to `axes`."""
     if isinstance(value, Tensor) and value.dim():
         if len(value) < count:
             problem = "a target must have at least one row for each microbatch"
             raise RunError(problem, target=name, rows=len(value), microbatches=count, hint="a smaller n_microbatches")
         rows = len(value) // sum(sizes) if sizes else 1
-        cuts[name] = Cut(0, rows)
+        axes[name] = SampleAxis(0, rows)
         ends = [size * rows for size in accumulate(sizes or microbatch_sizes(len(value), count))]
         return list(value.tensor_split(ends[:-1]))
     parts = flatten_one_level(value)
     if parts is None:
         return [value] * count
     columns = [
-        _split(item, f"{name}.{key}", sizes, count, cuts) for key, item in zip(parts.keys, parts.items, strict=True)
+        _split(item, f"{name}.{key}", sizes, count, axes) for key, item in zip(parts.keys, parts.items, strict=True)
     ]
     return [
         unflatten_one_level(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)

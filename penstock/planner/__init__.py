@@ -11,7 +11,7 @@ resize.py                   plans and profiles for other numbers and sizes of mi
 token_groups.py             microbatches of at most N padded tokens, and their order
 streams.py                  steps without a flush between them, and the staleness of their weights
 slow_ranks.py               finds a slow rank while training, with advice
-recorded_training.py        passes recorded by any framework; recording_files.py reads them
+training_traces.py          passes recorded by any framework; training_trace_files.py reads them
 what_if.py                  where the time of a recording goes, and what would be faster
 """
 
@@ -19,8 +19,6 @@ from penstock.planner.candidates import Measured
 from penstock.planner.device_search import DevicePool, DeviceSearch
 from penstock.planner.options import AUTO, PartitionerChoice, PlanOptions, ScheduleChoice
 from penstock.planner.plan_search import search
-from penstock.planner.recorded_training import RecordedPass, RecordedStep, RecordedTraining
-from penstock.planner.recording_files import read_recording
 from penstock.planner.resize import interpolate_profile, resized_schedule, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
 from penstock.planner.streams import (
@@ -36,4 +34,6 @@ from penstock.planner.streams import (
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 from penstock.planner.tensor_parallel_costs import TensorParallel, split_tensors
 from penstock.planner.token_groups import TokenGroup, TokenPlanner, balance, group_samples, padded_length
+from penstock.planner.training_trace_files import read_recording
+from penstock.planner.training_traces import RecordedPass, RecordedStep, RecordedTraining
 from penstock.planner.what_if import Alternative, Straggler, WhatIf, what_if, what_if_document

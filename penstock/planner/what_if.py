@@ -24,8 +24,8 @@ from penstock.ir import (
     percent_text,
     seconds_text,
 )
-from penstock.planner.recorded_training import RecordedStep, RecordedTraining
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
+from penstock.planner.training_traces import RecordedStep, RecordedTraining
 from penstock.schedules import SCHEDULES, build
 
 _SLOW = 1.02

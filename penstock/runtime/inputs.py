@@ -113,11 +113,11 @@ class BatchSender:
         if own_target is None or batch.target is not None:
             return
         self._split(batch._replace(target=own_target), step, step.recordings)
-        for name, cut in step.microbatches[0].cuts.items():
-            if name.startswith(TARGET) and cut.sizes and not cut.sizes.startswith(TARGET):
+        for name, axis in step.microbatches[0].axes.items():
+            if name.startswith(TARGET) and axis.sizes and not axis.sizes.startswith(TARGET):
                 raise RunError(
                     "a target whose lengths are an argument of the model must be passed on rank 0",
-                    lengths=cut.sizes,
+                    lengths=axis.sizes,
                     hint="step(x, target=y) on rank 0",
                 )
 
@@ -138,15 +138,15 @@ class BatchSender:
             named = named_inputs(self._model_part.captured.model.forward, batch.args, batch.kwargs)
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-            cuts = step.microbatches[0].cuts
-            tables = {cut.sizes for cut in cuts.values()}
+            axes = step.microbatches[0].axes
+            tables = {axis.sizes for axis in axes.values()}
             read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch.target, TARGET)) if name in tables}
             self._new = BatchSignature(
                 step.recordings,
                 tuple(names.get(id(leaf), "") for leaf in tensors),
                 structure,
                 frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read),
-                tuple(name for name, cut in cuts.items() if cut.dim is None),
+                tuple(name for name, axis in axes.items() if axis.dim is None),
                 {},
                 set(),
             )

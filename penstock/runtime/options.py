@@ -1,4 +1,4 @@
-"""Run options of a Pipeline: seed, handling of NaN and Inf, timeouts."""
+"""Run options of a Pipeline: transport, seed, handling of NaN and Inf, timeouts."""
 
 from dataclasses import dataclass
 

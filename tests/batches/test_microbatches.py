@@ -354,7 +354,7 @@ def test_a_kept_decision_is_used_for_batches_that_are_split_alike_only() -> None
 
 
 def shown(piece: Microbatch) -> Any:
-    """The leaves of a microbatch by name, with lists in place of tensors, and its cuts."""
+    """The leaves of a microbatch by name, with lists in place of tensors, and its axes."""
     values = named_leaves((piece.args, piece.kwargs, piece.target), "")
     plain = [(name, leaf.tolist() if isinstance(leaf, Tensor) else str(leaf)) for name, leaf in values]
-    return plain, piece.cuts
+    return plain, piece.axes

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import GraphError
 from penstock.ir import ADDED_LOSS, Edge, Graph, Node, StorageGroup, TensorSpec, Update, Value, prune_gradients
-from penstock.loss.added import added_loss
+from penstock.loss.add_loss import added_loss
 
 
 def value(name, *shape, dtype="float32", requires_grad=True):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.batches import Cut, Microbatch
+from penstock.batches import Microbatch, SampleAxis
 from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights, weighted_sum
@@ -15,7 +15,7 @@ from tests.loss.test_models import OneReplica
 
 LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [-100, -100, -100], [1, 0, 2]])
 Y = torch.randn(4, 3, 5)
-CUTS = {"target": Cut(0)}
+AXES = {"target": SampleAxis(0)}
 
 
 def entropy(y: Tensor, t: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def entropy(y: Tensor, t: Tensor) -> Tensor:
 def weights(target: Tensor, reduction: str | None = None) -> tuple[float, ...]:
     """The weights of single samples."""
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-    microbatches = [Microbatch((), {}, own, 1, CUTS) for own in target.split(1)]
+    microbatches = [Microbatch((), {}, own, 1, AXES) for own in target.split(1)]
     step = LossStep(microbatches, [captured.example_recording] * len(microbatches), True)
     own = LossWeights(captured, OneReplica(), entropy, reduction)
     own.weigh(step, 0, Y[:1], entropy(Y[:1], target[:1]))
@@ -52,7 +52,7 @@ def test_the_user_may_give_the_reduction() -> None:
 
 def test_labels_that_are_not_there_cannot_be_counted() -> None:
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-    microbatches = [Microbatch((), {}, own, 1, CUTS) for own in Y[:2].split(1)]
+    microbatches = [Microbatch((), {}, own, 1, AXES) for own in Y[:2].split(1)]
     step = LossStep(microbatches, [captured.example_recording] * 2, True)
     with pytest.raises(RunError, match="requires labels to count"):
         LossWeights(captured, OneReplica(), functional.mse_loss, "tokens").weigh(step, 0, Y[:1], torch.zeros(()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.batches import Cut, Microbatch
+from penstock.batches import Microbatch, SampleAxis
 from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights
@@ -20,7 +20,7 @@ LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [4, 4, -100], [1, 0, 2], [2, 
 FULL = LABELS.clamp(min=0)
 VALUES = torch.randn(5, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Batch = Sequence[Sequence[int]]
-CUTS = {"target": Cut(0)}
+AXES = {"target": SampleAxis(0)}
 
 
 def entropy(y: Tensor, t: Tensor, **options: Any) -> Tensor:
@@ -54,7 +54,7 @@ def weights(
     captured, replicas = capture(nn.Linear(1, 1), (torch.zeros(2, 1),)), Together(len(batches))
 
     def found(loss_fn: Callable[[Any, Any], Tensor], rows: Batch) -> tuple[float, ...]:
-        microbatches = [Microbatch((), {}, target[list(own)], len(own), CUTS) for own in rows]
+        microbatches = [Microbatch((), {}, target[list(own)], len(own), AXES) for own in rows]
         step = LossStep(microbatches, [captured.example_recording] * len(rows), True)
         own = LossWeights(captured, replicas, loss_fn, **options)
         output = VALUES[list(rows[0])].clone().requires_grad_()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.batches import Batch, BatchSplitter, microbatch_sizes
 from penstock.loss.find_weights import decide
-from penstock.loss.function import LossFunction
+from penstock.loss.loss_function import LossFunction
 from tests.loss.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers
 from tests.plans import quick_plan, shared_recordings
 from tests.selection import some

@@ -12,8 +12,8 @@ from penstock.errors import FormatError
 from penstock.ir import Cluster, StageCosts, Trace, to_json
 from penstock.passes import lower
 from penstock.planner import RecordedPass, RecordedStep, RecordedTraining, read_recording, what_if, what_if_document
-from penstock.planner.recorded_training import recording_of_traces
-from penstock.planner.recording_files import COLUMNS, recording_of_rows
+from penstock.planner.training_trace_files import COLUMNS, recording_of_rows
+from penstock.planner.training_traces import recording_of_traces
 from penstock.schedules import build
 from penstock.simulate import simulate
 from penstock.views import Chrome
@@ -291,7 +291,7 @@ def test_starts_of_a_step_may_be_counted_from_any_time():
 
 
 def test_files_above_the_limit_are_refused_also_with_characters_of_several_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.planner.recording_files.MAX_JSON_BYTES", 9)
+    monkeypatch.setattr("penstock.planner.training_trace_files.MAX_JSON_BYTES", 9)
     (file := tmp_path / "trace.json").write_text("ääääää")
     with pytest.raises(FormatError, match="the file is too large"):
         read_recording([file])
@@ -322,7 +322,7 @@ def test_rows_without_numbers_are_refused(column, value):
 
 
 def test_parquet_files_need_pyarrow(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.planner.recording_files.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.planner.training_trace_files.find_spec", lambda name: None)
     with pytest.raises(FormatError, match=r"penstock\[parquet\]"):
         read_recording([tmp_path / "job.parquet"])
 

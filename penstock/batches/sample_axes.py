@@ -1,9 +1,9 @@
 """Finds where the samples of a batch are in the arguments of a call and in the target.
 
-Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape:
+Each tensor, and each list with an entry per sample, gets a `SampleAxis`, by a rule of `split` or by its shape:
 
-    batch_size    the number of samples, from the first argument that shows it
-    CutFinder     the cuts of all arguments, for this number of samples
+    batch_size          the number of samples, from the first argument that shows it
+    SampleAxisFinder    the axes of all arguments, for this number of samples
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -37,7 +37,7 @@ _NO_RULE: Any = object()
 
 
 @dataclass(frozen=True)
-class Cut:
+class SampleAxis:
     """Where the samples of a batch are in one of its tensors, or in a list with an entry per sample."""
 
     dim: int | None
@@ -49,8 +49,8 @@ class Cut:
     sizes: str = ""
     """the name of the argument that the offsets were read from"""
 
-    def within(self, start: int, length: int) -> "Cut":
-        """The cut of the part that holds some of the samples."""
+    def within(self, start: int, length: int) -> "SampleAxis":
+        """The axis of the part that holds some of the samples."""
         if not self.offsets:
             return self
         offsets = self.offsets[start : start + length + 1]
@@ -161,7 +161,7 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
             yield from _sizes(item, split)
 
 
-# Cuts
+# Axes
 
 
 def is_of_target(name: str) -> bool:
@@ -169,26 +169,26 @@ def is_of_target(name: str) -> bool:
     return name.partition(".")[0] == TARGET
 
 
-class CutFinder:
-    """Finds the cuts of one batch."""
+class SampleAxisFinder:
+    """Finds the axes of one batch."""
 
     def __init__(self, num_samples: int, split: Split, is_unsplit: bool) -> None:
         """`is_unsplit`: there is one microbatch, so that ambiguous lists and targets are not refused."""
         self._num_samples, self._split, self._is_unsplit = num_samples, split, is_unsplit
         self._tensors: dict[str, Tensor] = {}
         """by name"""
-        self._cuts: dict[str, Cut | None] = {}
+        self._axes: dict[str, SampleAxis | None] = {}
         """those found so far, by name; None for what is passed whole"""
 
-    def find(self, arguments: Sequence[Argument]) -> dict[str, Cut]:
-        """The cuts by name."""
-        parts = [part for argument in arguments for part in self._cut_parts(argument)]
+    def find(self, arguments: Sequence[Argument]) -> dict[str, SampleAxis]:
+        """The axes by name."""
+        parts = [part for argument in arguments for part in self._split_parts(argument)]
         self._tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
-        self._cuts = {name: Cut(None) for name, _ in parts if name not in self._tensors}
-        return {name: cut for name, _ in parts if (cut := self._cut_of(name)) is not None}
+        self._axes = {name: SampleAxis(None) for name, _ in parts if name not in self._tensors}
+        return {name: axis for name, _ in parts if (axis := self._axis_of(name)) is not None}
 
-    def _cut_parts(self, argument: Argument) -> Iterator[Argument]:
-        """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
+    def _split_parts(self, argument: Argument) -> Iterator[Argument]:
+        """The parts of an argument that may have an axis: its tensors, and the lists that are split by entries."""
         name, value = argument
         if isinstance(value, Tensor):
             yield argument
@@ -201,7 +201,7 @@ class CutFinder:
             yield argument
         else:
             for item in argument.items():
-                yield from self._cut_parts(item)
+                yield from self._split_parts(item)
 
     def _is_per_sample(self, argument: Argument) -> bool:
         """Whether a list with as many entries as the batch has samples has one entry per sample.
@@ -233,21 +233,21 @@ class CutFinder:
             "own shape",
         )
 
-    def _cut_of(self, name: str) -> Cut | None:
-        """The cut of a tensor or list; None if it is passed whole."""
-        if name not in self._cuts:
+    def _axis_of(self, name: str) -> SampleAxis | None:
+        """The axis of a tensor or list; None if it is passed whole."""
+        if name not in self._axes:
             # A placeholder, so that Ragged sizes that refer to each other are refused instead of recursing without end.
-            self._cuts[name] = None
-            self._cuts[name] = self._tensor_cut(name, self._tensors[name], _rule(name, self._split))
-        return self._cuts[name]
+            self._axes[name] = None
+            self._axes[name] = self._tensor_axis(name, self._tensors[name], _rule(name, self._split))
+        return self._axes[name]
 
-    def _tensor_cut(self, name: str, tensor: Tensor, rule: Any) -> Cut | None:
+    def _tensor_axis(self, name: str, tensor: Tensor, rule: Any) -> SampleAxis | None:
         num_samples = self._num_samples
         if rule is None:
             return None
         if rule is _NO_RULE or rule == "items":
             if tensor.dim() > 0 and tensor.shape[0] == num_samples:
-                return Cut(0)
+                return SampleAxis(0)
             # An argument without the batch as its first dimension may be a table for all samples, but a target must
             # have an entry for each of them.
             if tensor.dim() and is_of_target(name) and not self._is_unsplit:
@@ -265,7 +265,7 @@ class CutFinder:
         if rule == "samples":
             raise _unfit(name, tensor, f"a list or tuple of {num_samples} entries")
         if isinstance(rule, Ragged):
-            return self._ragged_cut(name, rule)
+            return self._ragged_axis(name, rule)
         rows = rule if isinstance(rule, Rows) else Rows(1, rule)
         dim = _checked_dim(name, tensor, rows.dim)
         length = int(tensor.shape[dim])
@@ -274,18 +274,18 @@ class CutFinder:
             each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
             wanted = f"a multiple of the {num_samples}" if rows.per_sample is None else f"{each}{num_samples}"
             raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
-        return Cut(dim, length // num_samples)
+        return SampleAxis(dim, length // num_samples)
 
-    def _ragged_cut(self, name: str, rule: Ragged) -> Cut:
-        """The cut of a tensor whose number of rows per sample is read from another argument."""
+    def _ragged_axis(self, name: str, rule: Ragged) -> SampleAxis:
+        """The axis of a tensor whose number of rows per sample is read from another argument."""
         tensor = self._tensors[name]
         if rule.sizes not in self._tensors:
             known = ", ".join(other for other in self._tensors if other != name) or "none"
             raise RunError(
                 "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
             )
-        sizes, cut = self._tensors[rule.sizes], self._cut_of(rule.sizes)
-        if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
+        sizes, axis = self._tensors[rule.sizes], self._axis_of(rule.sizes)
+        if axis is None or axis.dim is None or (rule.token is None and axis.dim != 0):
             raise RunError(
                 "the sizes of a ragged argument must be split by samples",
                 name=name,
@@ -298,12 +298,12 @@ class CutFinder:
         # The number of rows that each entry of `sizes` stands for: one for every occurrence of the token, or the
         # product of its columns, such as height and width.
         if rule.token is not None:
-            rows = (sizes == rule.token).movedim(cut.dim, 0).reshape(sizes.shape[cut.dim], -1).sum(1)
+            rows = (sizes == rule.token).movedim(axis.dim, 0).reshape(sizes.shape[axis.dim], -1).sum(1)
         else:
             rows = sizes.reshape(len(sizes), -1).prod(1)
         ends = list(accumulate(map(int, rows.tolist()), initial=0))
         # `sizes` may itself have several entries for each sample, as for several images: take the ends of samples only.
-        starts = cut.offsets or range(0, self._num_samples * cut.rows + 1, cut.rows)
+        starts = axis.offsets or range(0, self._num_samples * axis.rows + 1, axis.rows)
         dim = _checked_dim(name, tensor, rule.dim)
         if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):
             raise RunError(
@@ -313,7 +313,7 @@ class CutFinder:
                 sizes=rule.sizes,
                 sum=ends[-1],
             )
-        return Cut(dim, offsets=tuple(ends[start] for start in starts), sizes=rule.sizes)
+        return SampleAxis(dim, offsets=tuple(ends[start] for start in starts), sizes=rule.sizes)
 
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:

@@ -107,7 +107,7 @@ class LossFunction:
     def evaluator(self, parts: Sequence[SampleRange], draw: int) -> Iterator[Evaluate]:
         """Evaluate on artificial outputs, which differ in every `draw`, and the real targets."""
         # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
-        given = (cut.dim for cut in self.microbatches[0].cuts.values() if cut.dim is not None)
+        given = (axis.dim for axis in self.microbatches[0].axes.values() if axis.dim is not None)
         dims = sample_dims(self._output, self._size, preferred=next(given, 0))
         taken = [self.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         outputs: dict[torch.dtype | None, list[Any]] = {}

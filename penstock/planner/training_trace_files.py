@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
-from penstock.planner.recorded_training import (
+from penstock.planner.training_traces import (
     PASS_ACTIONS,
     RecordedPass,
     RecordedStep,
