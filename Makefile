@@ -15,7 +15,8 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
     $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 # Installed first and by its exact version, so that no later requirement picks another build.
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+# One more than cores: tests of several processes and of deadlines wait most of their time.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

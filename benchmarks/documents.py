@@ -24,7 +24,7 @@ def measured(runs: dict[str, results.Run]) -> str:
     dates, machines = sorted({run.date for run in shown}), sorted({run.machine for run in shown})
     text = (
         f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each result and its "
-        "comparison are from one run; the targets are in the order of the results. "
+        "comparison are from one run; where a cell has several results, the targets follow in the same order. "
         "`B` is `.venv/bin/python -m benchmarks`."
     )
     return "\n".join((textwrap.fill(text, 120), "", *rows))

@@ -187,11 +187,14 @@ def fit(
     logs = StepLogs(options.log_targets if pipe.is_first else (), run_id)
     loop = _Loop(pipe, optimizer, options, eval_batches, tuple(callbacks), checkpoints, logs, on_step)
     try:
-        return loop.run(batches)
-    finally:
-        # After an error too: the steps before it are in the logs.
-        for message in logs.close():
-            warnings.warn(message, PenstockWarning, stacklevel=2)
+        run = loop.run(batches)
+    except BaseException:
+        # The steps before the error are in the logs. A log that cannot be closed must not hide the error.
+        logs.close()
+        raise
+    for message in logs.close():
+        warnings.warn(message, PenstockWarning, stacklevel=2)
+    return run
 
 
 class _Loop:

@@ -76,12 +76,12 @@ class Microbatch(NamedTuple):
         def pieces(value: Any, name: str) -> Sequence[Any]:
             axis = self.axes.get(name)
             if axis is None:
-                taken = flatten_one_level(value)
-                if taken is None:
+                parts = flatten_one_level(value)
+                if parts is None:
                     return [value] * len(sizes)
-                columns = [pieces(item, f"{name}.{key}") for key, item in zip(taken.keys, taken.items, strict=True)]
+                columns = [pieces(item, f"{name}.{key}") for key, item in zip(parts.keys, parts.items, strict=True)]
                 rows = [[column[index] for column in columns] for index in range(len(sizes))]
-                return [unflatten_one_level(taken.kind, taken.keys, row) for row in rows]
+                return [unflatten_one_level(parts.kind, parts.keys, row) for row in rows]
             if axis.dim is None:
                 slices = [value[start:end] for start, end in pairwise(starts)]
                 return [unflatten_one_level(type(value), range(len(each)), each) for each in slices]
@@ -98,7 +98,7 @@ class Microbatch(NamedTuple):
 
         args = [pieces(arg, name) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = [pieces(arg, name) for name, arg in self.kwargs.items()]
-        # Without a target, a axis of this name is that of an argument of the forward.
+        # Without a target, an axis of this name is that of an argument of the forward.
         targets = [None] * len(sizes) if self.target is None else pieces(self.target, TARGET)
         axes = [self.axes] * len(sizes)
         if any(axis.offsets for axis in self.axes.values()):
@@ -110,8 +110,8 @@ class Microbatch(NamedTuple):
         rows = zip(args_of, kwargs_of, targets, sizes, axes, strict=True)
         return tuple([Microbatch(*row, self.names) for row in rows])
 
-    def map_axes(self, choose: Callable[[Any, str, SampleAxis], Any], size: int) -> "Microbatch":
-        """The microbatch of `size` samples for which `choose(value, name, axis)` replaces whatever is split."""
+    def map_split_values(self, choose: Callable[[Any, str, SampleAxis], Any], size: int) -> "Microbatch":
+        """The microbatch of `size` samples in which `choose(value, name, axis)` replaces values that have an axis."""
 
         def chosen(value: Any, name: str) -> Any:
             axis = self.axes.get(name)
@@ -126,7 +126,7 @@ class Microbatch(NamedTuple):
 
         args = tuple([chosen(arg, name) for name, arg in zip(self.names, self.args, strict=True)])
         kwargs = {name: chosen(arg, name) for name, arg in self.kwargs.items()}
-        # Without a target, a axis of this name is that of an argument of the forward.
+        # Without a target, an axis of this name is that of an argument of the forward.
         target = None if self.target is None else chosen(self.target, TARGET)
         return Microbatch(args, kwargs, target, size, self.axes, self.names)
 
@@ -177,7 +177,7 @@ def select_columns(columns: Columns) -> Microbatch:
         # Contiguous, so that the recording of a shape does not depend on the padded length of the whole batch.
         return value.index_select(0, index[value.device])
 
-    return whole.map_axes(chosen, len(columns.samples))._replace(columns=columns)
+    return whole.map_split_values(chosen, len(columns.samples))._replace(columns=columns)
 
 
 def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[Microbatch]:
@@ -334,11 +334,11 @@ def explain_failure(
             microbatches=len(microbatches),
             hint=f"{fewer}, so that each has at least two samples, or a larger batch",
         )
-    axis_names = tuple(f"{name}." for name in first.axes)
+    split_prefixes = tuple(f"{name}." for name in first.axes)
     whole = [
         (name, tuple(leaf.shape))
         for name, leaf in named_inputs(forward, first.args, first.kwargs).items()
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(axis_names)
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(split_prefixes)
     ]
     values, fix = dict(error.values), "microbatches=1"
     if whole:

@@ -15,8 +15,8 @@ from penstock.ir import listed, named_leaves
 
 _MASKS = ("attention_mask", "mask")
 """names of arguments that are 1 at the tokens of a sample and 0 at its padding"""
-_INVERTED_MASKS = "key_padding_mask"
-"""how names end of arguments that are True at the padding, as in torch.nn.Transformer"""
+_INVERTED_MASK_SUFFIX = "key_padding_mask"
+"""the end of the names of masks that are True at the padding, as in torch.nn.Transformer"""
 _LABELS, _LOSS_MASKS = "labels", ("loss_mask",)
 IGNORE_INDEX = -100
 """the label that torch ignores by default"""
@@ -81,8 +81,8 @@ def find_padding(whole: Microbatch) -> Padding:
         word = name.rpartition(".")[2]
         if axis is None or axis.dim != 0 or axis.rows != 1 or axis.offsets or tensor.dim() != 2:
             continue
-        if word in _MASKS or word.endswith(_INVERTED_MASKS):
-            masks[name] = tensor == 0 if word.endswith(_INVERTED_MASKS) else tensor != 0
+        if word in _MASKS or word.endswith(_INVERTED_MASK_SUFFIX):
+            masks[name] = tensor == 0 if word.endswith(_INVERTED_MASK_SUFFIX) else tensor != 0
             if bool(((tensor != 0) & (tensor != 1)).any()):
                 raise RunError("a mask must be 0 or 1 for budget_tokens to read lengths from it", argument=name)
         elif word in _LOSS_MASKS:

@@ -99,7 +99,7 @@ def has_rule(name: str, split: Split) -> bool:
 
 
 def check_split_of_step(split: Split, arguments: Sequence[Argument], parameters: Mapping[str, Any]) -> None:
-    """Refuse values that are no rules, and names of no argument of this step.
+    """Raise a RunError for a value of `split` that is not a rule, or a name that is not an argument of this step.
 
     A parameter that this step leaves out may be used in another step.
     """
@@ -178,7 +178,7 @@ class SampleAxisFinder:
         self._tensors: dict[str, Tensor] = {}
         """by name"""
         self._axes: dict[str, SampleAxis | None] = {}
-        """those found so far, by name; None for what is passed whole"""
+        """those found so far, by name; None for an argument that is passed whole"""
 
     def find(self, arguments: Sequence[Argument]) -> dict[str, SampleAxis]:
         """The axes by name."""
@@ -255,7 +255,7 @@ class SampleAxisFinder:
                 if len(tensor) % num_samples == 0:
                     hints.append(f"penstock.Rows({len(tensor) // num_samples}) if each sample has that number of rows")
                 raise RunError(
-                    "the first dimension of a target is not the batch",
+                    "the first dimension of a target must be the batch",
                     target=name,
                     shape=tuple(tensor.shape),
                     batch=num_samples,

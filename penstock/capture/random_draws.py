@@ -281,8 +281,8 @@ _DRAWING_FUNCTIONS: list[Entry] = [
 def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
     """Route calls of `random.*` and `numpy.random.*` through the handler.
 
-    It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes
-    import (`from random import random`) are replaced too.
+    It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes import
+    (`from random import random`) are replaced too.
     """
     functions = {id(function): function for _, _, function in _DRAWING_FUNCTIONS}
     classes = {owner for kind in set(map(type, model.modules())) for owner in kind.__mro__}

@@ -34,7 +34,7 @@ from penstock.capture.random_draws import DrawSeed, intercept_draws
 from penstock.capture.recorder import BypassedBlock, LeakyCall, NewContainer, NotReplayable, Recorder
 from penstock.capture.recording import OUTPUT, RecordedForward, Recording, caches_constants, difference
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, tensors_in
-from penstock.capture.transforms import TRANSFORMS
+from penstock.capture.transforms import transform_entries
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Guard, Record, Tree, named_inputs, refs, transform
 from penstock.launch import one_line
@@ -56,8 +56,8 @@ def make_recording(
 
     Random numbers between blocks, on which the forward may depend, are those that a replay with the same seed draws.
     `is_known` returns whether a structure hash is that of an earlier recording of this model with the same settings.
-    `functions` are those that earlier recordings recorded as one call. The second result names settings that the
-    forward itself changes, so that a change does not make the recording invalid.
+    `functions` are those that earlier recordings recorded as one call. The second result names the settings
+    that the forward itself changes: a later change of these does not make the recording invalid.
     """
     forward = _Forward(model, args, kwargs, seed)
     with isolated(model), uncompiled():
@@ -110,6 +110,7 @@ class _Forward:
                 # Calls before this one were recorded with the object as a constant.
                 continue
             except BypassedBlock as bypassed:
+                # Only its siblings: in another module, blocks of the same class may be called.
                 around = bypassed.block.rpartition(".")[0]
                 granularity = granularity.open_like(self.model, bypassed.block, around)
             except NotReplayable as call:
@@ -270,7 +271,7 @@ def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
             intercept_functions(recorder.function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
             intercept_autograd_and_scripted_functions(recorder.function_applied, recorder.script_called),
-            replaced_entries(recorder.transform_called, TRANSFORMS),
+            replaced_entries(recorder.transform_called, transform_entries()),
             recorder,
         ):
             try:

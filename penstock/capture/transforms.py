@@ -18,12 +18,17 @@ from torch.overrides import TorchFunctionMode
 from penstock.capture.functions import Entry
 from penstock.ir import flatten_one_level, unflatten_one_level
 
-TRANSFORMS: tuple[Entry, ...] = (
-    (vars(apis), "vmap_impl", apis.vmap_impl),
-    (vars(eager_transforms), "grad_impl", eager_transforms.grad_impl),
-    (vars(eager_transforms), "grad_and_value_impl", eager_transforms.grad_and_value_impl),
+TRANSFORMS = (
+    (vars(apis), "vmap_impl"),
+    (vars(eager_transforms), "grad_impl"),
+    (vars(eager_transforms), "grad_and_value_impl"),
 )
 """the functions of torch that call a transformed function: it is their first argument"""
+
+
+def transform_entries() -> list[Entry]:
+    """The functions that have these names now: another library may have replaced one."""
+    return [(namespace, name, namespace[name]) for namespace, name in TRANSFORMS]
 
 
 @dataclass(frozen=True)

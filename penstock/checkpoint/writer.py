@@ -197,6 +197,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self.error: CheckpointError | None = None
+        """of the last save, until `take_error` returns it"""
 
     def start(self, work: Callable[[], CheckpointError | None]) -> None:
         """Run `work`, which returns its error; the previous save must have ended."""

@@ -39,7 +39,7 @@ _IN_PLACE = ("add_", "sub_", "mul_", "div_")
 _UNARY = {"neg": "-", "__neg__": "-", "__invert__": "~"}
 _CONVERSIONS = {"__bool__": "bool", "__int__": "int", "__float__": "float", "__complex__": "complex"}
 _MAX_INLINE = 16
-"""elements of a constant tensor that is written in the code"""
+"""most elements of a constant tensor that is written into the code; larger ones go to the file beside it"""
 _STAGE_ATTRIBUTES = frozenset((*dir(support.Stage), *support.Stage.__annotations__, "training"))
 """attributes of a stage that are not parts of the model"""
 

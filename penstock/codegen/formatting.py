@@ -21,7 +21,6 @@ def statement_lines(code: str, indent: str = "") -> list[str]:
     if isinstance(node, ast.Assign):
         text = f"{_without_parentheses(node.targets[0])} = {ast.unparse(node.value)}"
     elif isinstance(node, ast.Return) and len(indent) + len(text) <= WIDTH:
-        assert node.value is not None
         text = f"return {_without_parentheses(node.value)}"
 
     def as_formatters_write(token: re.Match[str]) -> str:
@@ -42,6 +41,8 @@ def broken_lines(text: str, indent: str) -> list[str]:
     """A line of code; if it is too long, with the items of the brackets at its end on lines of their own."""
     if len(indent) + len(text) <= WIDTH:
         return [indent + text]
+    # The last pair of brackets that is in no other: `opening` and `closing` are its ends, `commas` separate its items.
+    # Only a pair that ends the line is broken.
     end = len(text.rstrip(",:")) - 1
     depth, opening, closing, commas = 0, 0, 0, []
     for token in _TOKEN.finditer(text):

@@ -20,7 +20,8 @@ from penstock.ir import Call
 
 _MAX_LENGTH = 32
 _FILE_NAMES = ("self", "model", "args", "kwargs", "given", "run", "PLACEMENT", "STAGES", "TIED", "CONSTANTS")
-_RESERVED = frozenset((*_FILE_NAMES, *vars(support), *dir(builtins), *keyword.softkwlist))
+# Torch's modules name their argument `input`, so callers may pass it by that name; generated code never calls input().
+_RESERVED = frozenset((*_FILE_NAMES, *vars(support), *dir(builtins), *keyword.softkwlist)) - {"input"}
 _STAGE_NAME = re.compile(r"Stage\d+", re.ASCII)
 _BLOCK_NAME = re.compile(r"(?:^|\.)([A-Za-z_]\w*(?:\.\d+)*)$", re.ASCII)
 """the end of a module name from the last word that is not an index: `layers.0` of `model.layers.0`"""
@@ -129,7 +130,7 @@ def applied_function(function: Any) -> type | None:
 
 
 def _places(thing: Any) -> Iterator[tuple[str, str]]:
-    """Modules with the names under which they may have a function or class, the most readable first."""
+    """The modules and dotted names under which a function or class may be importable, the most readable first."""
     if isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         yield "torch", f"ops.{thing}"
     elif isinstance(thing, torch.jit.ScriptFunction):

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.codegen.expressions import Expressions, not_writable, tuple_of
+from penstock.codegen.expressions import Expressions, tuple_of
 from penstock.codegen.formatting import INDENT, WIDTH, statement_lines
 from penstock.codegen.names import is_plain_path
+from penstock.errors import CodeError
 from penstock.ir import TENSOR, Call, CallContext, Guard, ObjectRef, Parts, Ref, State
 
 _MAX_NUMBERS = 64
-"""numbers of an array that a guard is compared with"""
+"""most entries of an array that a guard compares"""
 # fmt: off
 _SHAPE_FOLLOWS = frozenset(
     {
@@ -104,7 +105,13 @@ class StatementWriter:
         expected = live[guard.expected].value
         if isinstance(expected, np.ndarray):
             if expected.size > _MAX_NUMBERS:
-                raise not_writable(expected, where)
+                raise CodeError(
+                    "an array that the model reads must be small enough to be written into the code",
+                    where=where,
+                    numbers=expected.size,
+                    limit=_MAX_NUMBERS,
+                    hint="keep the module that reads it whole (basic_blocks)",
+                )
             found, expected = f"({found}).tolist()", expected.tolist()
         return expect(found, self.expressions.expression(expected, where), where)
 

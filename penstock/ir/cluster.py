@@ -135,8 +135,8 @@ class Replicas:
         """Seconds of an all-reduce: in a ring on each node, then with the part of each replica in a ring over nodes."""
         here = min(self.per_node, self.count)
         nodes = -(-self.count // here)
-        within = LinkSpeed(self.node_bandwidth, self.node_latency).ring_seconds(here, num_bytes)
-        return within + LinkSpeed(self.bandwidth, self.latency).ring_seconds(nodes, num_bytes / here)
+        within = LinkSpeed(bandwidth=self.node_bandwidth, latency=self.node_latency).ring_seconds(here, num_bytes)
+        return within + LinkSpeed(bandwidth=self.bandwidth, latency=self.latency).ring_seconds(nodes, num_bytes / here)
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class Cluster:
         if (ranks := as_int(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
-            raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
+            raise CostError("ranks must be from 1 to the limit", ranks=ranks, limit=MAX_RANKS)
         object.__setattr__(self, "ranks", ranks)
         links: object = self.links
         named = tuple(links) if isinstance(links, Iterable) else (links,)
@@ -263,10 +263,10 @@ class Cluster:
                 hint = "links=[Link(0, 1, latency, bandwidth)]"
                 raise CostError("links must be Link records", got=repr(link), hint=hint)
             if not (0 <= link.source < ranks and 0 <= link.target < ranks):
-                raise CostError("a link between ranks that do not exist", link=link, ranks=ranks)
+                raise CostError("a link must connect ranks of the cluster", link=link, ranks=ranks)
         for (source, target), times in Counter((link.source, link.target) for link in named).items():
             if times > 1:
-                raise CostError("a link is named more than once", source=source, target=target, times=times)
+                raise CostError("every link must be named once", source=source, target=target, times=times)
         object.__setattr__(self, "links", named)
         _check_link(self.latency, self.bandwidth)
         if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
@@ -353,7 +353,7 @@ class Cluster:
         return costs.plus(*self._overheads(costs, placement, cuts))
 
     def costs_without_overhead(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
-        """The costs of which `costs_on_ranks` makes the given ones, slowness aside."""
+        """The inverse of `costs_on_ranks`, except that slowness stays in the costs."""
         forward, backward = self._overheads(costs, placement, cuts)
         return costs.plus([-each for each in forward], [-each for each in backward])
 

@@ -109,8 +109,8 @@ class Engine:
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._merger = OutputMerger(model_part, loss_head, self._last_rank)
         self._failed_at = 0.0
-        """time.time() of a failed pass, if the remaining messages were exchanged so that all ranks can continue; else
-        0"""
+        """time.time() of a failed pass after which the remaining messages were exchanged, so that all ranks can
+        continue; else 0"""
         self._failure = ""
         """why no more steps can be taken"""
 
@@ -135,8 +135,8 @@ class Engine:
     ) -> Result:
         """Run forward and backward of a batch as step `step_number`.
 
-        Loss and gradients are multiplied by `scale`. With `budget_tokens` its samples are grouped by length. With
-        `is_timed` the Result has a Trace.
+        Loss and gradients are multiplied by `scale`. With `budget_tokens` the samples of the batch are
+        grouped by length. With `is_timed` the Result has a Trace.
         """
         self.check_usable()
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
@@ -384,7 +384,8 @@ class Engine:
             compiled = self._compiled(step)
             batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
         sums = self._size_and_loss(step, compiled)
-        step.mean_size, _ = sums
+        # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
+        step.mean_size = sums[0]
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
@@ -566,8 +567,8 @@ class Engine:
     def _end_step(self, step: Step, compiled: CompiledStep, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
         groups, own = self._groups, LossVote.of(step)
-        # NaN spreads to later stages in forward and to earlier ones in backward. Infinite: no stage of this process has
-        # any, or they are not looked for.
+        # NaN spreads to later stages in forward and to earlier ones in backward, so the first bad output and the last
+        # bad gradient are nearest to the cause. An infinite index means that this process found none or did not look.
         first_bad_output, last_bad_gradient = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
             for index, parameters in self._parameters.items():

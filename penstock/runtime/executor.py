@@ -66,7 +66,7 @@ class LocalSlot:
 
 
 class SlotValues(NamedTuple):
-    """Values that a pass takes from another stage or gives to one, and the slot in which they travel."""
+    """Names of values that a pass reads from another stage or passes to one, and the slot that carries them."""
 
     names: tuple[str, ...]
     slot: RecvSlot | SendSlot | LocalSlot
@@ -107,7 +107,7 @@ class PassRunner(Protocol):
         """Start averaging the gradients of a stage over the replicas, after its last microbatch."""
 
     def clear(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the state that a failed step left behind."""
 
 
 class StageRunner:
@@ -464,7 +464,7 @@ def watch_step(
     try:
         yield
     except BaseException as error:
-        # Also KeyboardInterrupt: the caller may handle it, and this process may go on.
+        # Also KeyboardInterrupt: the caller may handle it and continue.
         located = error.at(step=step) if isinstance(error, RunError) else error
         on_error(located)
         if monitor is not None:
@@ -473,6 +473,8 @@ def watch_step(
                 monitor.idle()
             else:
                 monitor.step_failed(located)
+        if located is error:
+            raise
         raise located from error.__cause__
     if monitor is not None:
         monitor.step_finished(is_training)

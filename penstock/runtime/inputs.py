@@ -21,8 +21,8 @@ from penstock.stages import Ownership
 
 INPUTS = ("all", "first")
 """which ranks are given the batch"""
-SplitFunction = Callable[[Batch, Step, tuple[Recording, ...] | None], None]
-"""fills a step with the microbatches of a batch, and with their recordings, which are found unless they are given"""
+FillStep = Callable[[Batch, Step, tuple[Recording, ...] | None], None]
+"""splits a batch into a step: sets its microbatches, inputs and recordings; recordings are found unless given"""
 
 
 class BatchSignature(NamedTuple):
@@ -59,7 +59,7 @@ class BatchSender:
     read. All ranks use signatures in the same order, so they also drop the same least recently used ones.
     """
 
-    def __init__(self, model_part: ModelPart, plan: Plan, split: SplitFunction) -> None:
+    def __init__(self, model_part: ModelPart, plan: Plan, split: FillStep) -> None:
         self._model_part, self._plan, self._split = model_part, plan, split
         self._forward_signature = inspect.signature(model_part.captured.model.forward)
         parameters = [name for name in self._forward_signature.parameters if name != TARGET]
@@ -152,7 +152,7 @@ class BatchSender:
             )
 
     def _needed_by(self, index: int, rank: int, step: Step) -> set[int] | None:
-        """The indices of the tensors that a rank needs; None: all of them, as if the signature is new."""
+        """The indices of the tensors that a rank needs; None for all: a new signature, or a token budget."""
         signature, placement = self._signatures.find(index), self._plan.schedule.placement
         # With a token budget every rank reads the lengths of the samples.
         if signature is None or step.budget_tokens is not None:

@@ -118,7 +118,7 @@ class StepCompiler:
         return [self._crossings(recording, roots(recording, is_training), is_training) for recording in recordings]
 
     def cuts(self, edges: Sequence[Edges]) -> Cuts:
-        """An edge exists if any microbatch has it, and carries gradients if it does for any microbatch."""
+        """The edges of all microbatches together; an edge carries gradients if it does for any microbatch."""
         all_edges = {edge for crossings in edges for edge in crossings}
         with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
         return Cuts.of(self._plan.num_stages, all_edges, all_edges - with_gradients)
@@ -145,7 +145,7 @@ class StepCompiler:
             adding = recording.nodes_adding_loss if is_training else ()
             graph = prune_gradients(recording.graph, roots if is_training else (), adding)
             partition = self._owners.fit(graph)
-            # A loss may use some of the roots only: a value that others do not pass a gradient to may have none.
+            # A loss may use only some of the roots: a value that not every root reaches may get no gradient.
             possible = {root for root in roots if graph.spec(root).requires_grad}
             optional = {name for name, reached_by in recording.outputs_reaching.items() if not possible <= reached_by}
             return {
@@ -222,12 +222,13 @@ class _RankCompiler:
             (action.stage, action.microbatch)
             for action, following in pairwise((*self._actions, None))
             if isinstance(action, InputGrad)
-            # FSDP reduces gradients at the end of backward.
+            # Not with FSDP, which reduces gradients at the end of backward: that must be the whole backward.
             and action.stage not in runner.fsdp.modules
             # Directly followed by its weight gradient, one full backward does both. With a message in between the
             # split stays, so that the gradient leaves before the weight gradient is computed.
             and following != WeightGrad(action.stage, action.microbatch)
         }
+        """the (stage, microbatch) pairs whose backward runs as input gradient and, later, weight gradient"""
         self._codecs: dict[tuple[int, bool], TensorCodec] = {}
         self._sends: dict[MessageKey, SendSlot] = {}
         self._recvs: dict[MessageKey, RecvSlot] = {}

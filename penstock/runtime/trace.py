@@ -38,12 +38,12 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
     """
     lengths = [len(program.table.rank(rank)) for rank in range(program.num_ranks)]
     longest = max(lengths)
-    rows = []
+    rows, host = [], host_id()
     for each in times:
         each.read()
         # Unused entries repeat the last end, so they are never a minimum.
         unused = [max(each.ends, default=each.began)] * (longest - len(each.ends))
-        rows.append([host_id(), each.began, *each.starts, *unused, *each.ends, *unused])
+        rows.append([host, each.began, *each.starts, *unused, *each.ends, *unused])
     table = torch.tensor(rows, dtype=torch.float64)
     if not groups.is_local:
         table = groups.gather(table[0])

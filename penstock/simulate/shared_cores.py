@@ -40,7 +40,7 @@ class PassTimes(NamedTuple):
 def run_on_shared_cores(
     cores: int, rank_starts: Sequence[int], seconds: Sequence[float], messages: Sequence[Message]
 ) -> PassTimes | None:
-    """Run passes to their end; None if they block. `rank_starts`: the first pass of each rank, then their number."""
+    """Run passes to their end; None if they block. `rank_starts`: each rank's first pass, then the number of passes."""
     starts, ends = np.full((2, len(seconds)), np.nan)
     arrived = np.zeros(len(messages))
     sent_after: dict[int, list[int]] = defaultdict(list)
@@ -48,11 +48,12 @@ def run_on_shared_cores(
     for number, message in enumerate(messages):
         sent_after[message.before_send].append(number)
         num_awaited[message.user] += 1
-    # Per rank the passes that it has not started, the next one last; by rank its running pass and the core seconds
-    # that this still needs; when each link is free; a heap of (arrival, message).
+    # By rank, the passes that have not started, the next one last.
     waiting = [list(range(first, end))[::-1] for first, end in pairwise(rank_starts)]
+    # By rank, the running pass and the core seconds that it still needs.
     running: dict[int, tuple[int, float]] = {}
     link_is_free_at: dict[int, float] = defaultdict(float)
+    # A heap of (arrival, message).
     in_transit: list[tuple[float, int]] = []
     now, ended = 0.0, [-1]
     while True:

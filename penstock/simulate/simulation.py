@@ -88,8 +88,8 @@ class Makespans:
     """Predicts the makespan of one program for many costs; everything that does not depend on them is found once.
 
     Called with the seconds by kind, stage and microbatch, and with the sizes of the messages of every microbatch as
-    factors of those in `costs`. `simulate` gives the same makespan, besides the overhead of a step and reductions over
-    replicas.
+    factors of those in `costs`. `simulate` gives the same makespan, except for the overhead of a step and for
+    reductions over replicas.
     """
 
     def __init__(self, program: Program, costs: StageCosts, cluster: Cluster) -> None:
@@ -102,10 +102,10 @@ class Makespans:
         """Number of passes and messages, to which the time of a call is proportional."""
         return len(self._order.computes) + len(self._microbatches)
 
-    def __call__(self, by_kind: Seconds, sizes: Seconds) -> float:
-        """The makespan in seconds."""
+    def __call__(self, by_kind: Seconds, size_factors: Seconds) -> float:
+        """The makespan in seconds; `size_factors` has an entry per microbatch."""
         seconds = look_up_seconds(self._table, by_kind, self._overlap)[self._order.computes]
-        occupied = self._order.messages.seconds * sizes[self._microbatches]
+        occupied = self._order.messages.seconds * size_factors[self._microbatches]
         return float(self._order.run(seconds, occupied).ends.max())
 
 
@@ -142,7 +142,7 @@ class _Messages(NamedTuple):
 
 
 class _FixedOrder:
-    """The passes of a program, numbered rank by rank in order, and its messages: run with any seconds of these."""
+    """The passes of a program, numbered rank by rank in order, and its messages; `run` finds their times."""
 
     def __init__(self, program: Program, costs: StageCosts, cluster: Cluster) -> None:
         _check_messages(program)
@@ -171,7 +171,7 @@ class _FixedOrder:
         )
 
     def run(self, seconds: Seconds, occupied: Seconds) -> PassTimes:
-        """The times of passes that take these seconds and messages that occupy their links for these.
+        """The times of all passes and messages: `seconds` per pass, `occupied` seconds of its link per message.
 
         Raises:
             ScheduleError: if the order blocks

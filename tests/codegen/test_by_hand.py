@@ -184,6 +184,13 @@ def test_state_that_is_written_through_views_ends_as_in_the_model(tmp_path):
     assert torch.equal(ones.table, others.table)
 
 
+def test_the_input_of_a_sequence_keeps_its_name(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    captured = penstock.capture(model, (BATCH,))
+    file = imported(penstock.generate_code(captured, uniform(captured.graph, 1), tmp_path / "stages.py"))
+    assert torch.equal(file.Stage0(model)(input=BATCH), model(BATCH))
+
+
 def test_a_default_argument_may_be_given_or_omitted(tmp_path):
     model = Stack().eval()
     file = generated(penstock.capture(model, (BATCH,), {"scale": 1.0}), 2, tmp_path)

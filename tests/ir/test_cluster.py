@@ -85,8 +85,8 @@ def test_an_invalid_size_is_refused(text):
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"ranks": 0}, "ranks out of range"),
-        ({"ranks": MAX_RANKS + 1}, "ranks out of range"),
+        ({"ranks": 0}, "ranks must be from 1 to the limit"),
+        ({"ranks": MAX_RANKS + 1}, "ranks must be from 1 to the limit"),
         ({"ranks": 2.5}, r"ranks must be a whole number \(ranks: 2.5\)"),
         ({"ranks": "4"}, r"ranks must be a whole number \(ranks: '4'\)"),
         ({"ranks": True}, "ranks must be a whole number"),
@@ -101,8 +101,8 @@ def test_an_invalid_size_is_refused(text):
         ({"memory": 1e9}, r"not a size in bytes \(size: 1000000000.0\)"),
         ({"memory": (1, 2, 3)}, "one size, or one per rank"),
         ({"memory": (1, -2)}, "not a size in bytes"),
-        ({"links": (Link(0, 2),)}, "ranks that do not exist"),
-        ({"links": (Link(0, 1), Link(0, 1, 1.0))}, r"named more than once \(source: 0, target: 1, times: 2\)"),
+        ({"links": (Link(0, 2),)}, "must connect ranks of the cluster"),
+        ({"links": (Link(0, 1), Link(0, 1, 1.0))}, r"must be named once \(source: 0, target: 1, times: 2\)"),
         ({"links": ((0, 1),)}, "links must be Link records"),
     ],
 )

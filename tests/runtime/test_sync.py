@@ -158,7 +158,7 @@ def one_bad_batch() -> tuple[str, float]:
 def test_a_batch_that_one_rank_refuses_is_refused_by_all_in_its_words(pools: Pools) -> None:
     first, second = pools[2].run(one_bad_batch)
     assert first == second
-    assert first[0].startswith("the first dimension of a target is not the batch (step: 0, rank: 1,")
+    assert first[0].startswith("the first dimension of a target must be the batch (step: 0, rank: 1,")
 
 
 # -------------------------------------------------------------------------------------------------- options of ranks

@@ -165,6 +165,7 @@ class RecvSlot(ABC):
     def __init__(self, route: Route) -> None:
         self.route = route
         self.received: Tensors | None = None
+        """the tensors, from `wait` until `take`"""
 
     @abstractmethod
     def post(self) -> None:

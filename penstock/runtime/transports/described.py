@@ -71,7 +71,7 @@ class _RecvSlot(RecvSlot):
     def __init__(self, route: Route, transport: DescribedTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self.clear()
+        self.clear()  # declares the attributes of a message
 
     def post(self) -> None:
         """Post the receive of the header; that of the content follows once the header is here."""

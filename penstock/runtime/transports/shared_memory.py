@@ -193,7 +193,7 @@ class _RingSender:
                 self._changed.wait(_WAIT_SECONDS)
 
     def clear(self) -> None:
-        """Drop the messages that were not written."""
+        """Drop the messages that were not written. Closes the link if there are any: the receiver waits for them."""
         with self._changed:
             self._link.is_closed = self._link.is_closed or bool(self.pending)
             self.pending.clear()
@@ -242,6 +242,7 @@ class _RingReceiver:
         self.posted: deque[_RecvSlot] = deque()
         """receives in the order in which the other rank sends"""
         self.layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
+        """those of the messages from this rank, shared by the slots of all compiled steps"""
 
     def receive(self) -> None:
         """Wait for the next message and give it to the receive that was posted first."""
