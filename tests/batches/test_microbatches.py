@@ -139,7 +139,7 @@ def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
     [
         ((torch.zeros(0, 3),), None, {}, r"the batch is empty \(argument: x, shape: \(0, 3\)\)"),
         ((3, torch.tensor(1.0)), None, {}, "the size of the batch is unknown"),
-        ((torch.zeros(4),), torch.zeros(3), {}, r"not the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
+        ((torch.zeros(4),), torch.zeros(3), {}, r"be the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
         ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"must have 4 samples along dimension 0 .*\(name: mask"),
         ((torch.zeros(4),), None, {"x": 1}, r"must give a dimension of the tensor \(name: x, dim: 1, shape: \(4,\)\)"),
         ((torch.zeros(4),), None, {"x": "0"}, "a value of split must be a rule"),
@@ -169,7 +169,7 @@ def test_a_nested_tensor_is_refused_by_its_name() -> None:
 
 
 def test_a_target_of_another_length_is_refused_with_its_rows_unless_the_batch_stays_whole() -> None:
-    with pytest.raises(RunError, match=r"not the batch \(target: target, shape: \(6,\), batch: 3\)") as error:
+    with pytest.raises(RunError, match=r"must be the batch \(target: target, shape: \(6,\), batch: 3\)") as error:
         BatchSplitter(forward).split(Batch((torch.ones(3),), {}, torch.ones(6)), 2)
     assert "penstock.Rows(2) if each sample has that number of rows" in error.value.hint
     assert len(BatchSplitter(forward).split(Batch((torch.ones(3),), {}, torch.ones(5)), 1)) == 1
