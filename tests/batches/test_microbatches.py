@@ -139,7 +139,12 @@ def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
     [
         ((torch.zeros(0, 3),), None, {}, r"the batch is empty \(argument: x, shape: \(0, 3\)\)"),
         ((3, torch.tensor(1.0)), None, {}, "the size of the batch is unknown"),
-        ((torch.zeros(4),), torch.zeros(3), {}, r"be the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
+        (
+            (torch.zeros(4),),
+            torch.zeros(3),
+            {},
+            r"must be the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: ",
+        ),
         ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"must have 4 samples along dimension 0 .*\(name: mask"),
         ((torch.zeros(4),), None, {"x": 1}, r"must give a dimension of the tensor \(name: x, dim: 1, shape: \(4,\)\)"),
         ((torch.zeros(4),), None, {"x": "0"}, "a value of split must be a rule"),
