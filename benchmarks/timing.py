@@ -42,11 +42,13 @@ def run_interleaved(
 ) -> dict[str, list[RankTiming]]:
     """Runs all calls one after another, `warmup + repeats` times, and returns this rank's times after the warmup.
 
+    Every other time in reverse order: a call finds other caches and idle cores depending on the one before it.
     `before_each` runs before every call and is not timed.
     """
     timings: dict[str, list[RankTiming]] = {name: [] for name in calls}
     for number in range(warmup + repeats):
-        for name, call in calls.items():
+        order = list(calls.items())
+        for name, call in reversed(order) if number % 2 else order:
             before_each()
             timing = _time_call(call)
             if number >= warmup:

@@ -221,6 +221,39 @@ class StageRunner:
         self._runs.clear()
 
 
+class OverlappedPasses:
+    """Runs the passes of an overlapped action one after another; a later pass waits for its messages when its turn comes.
+
+    The messages of the first pass are waited for before the action. Those of the others may arrive while it runs.
+    """
+
+    __slots__ = ("_calls", "_num_waited", "_waits")
+
+    def __init__(self, calls: Sequence[Thunk], waits: Sequence[tuple[Thunk, ...]]) -> None:
+        """`waits` has those of each pass; those of the first are the `waits` of the action."""
+        self._calls, self._waits = calls, waits
+        self._num_waited = 1
+
+    def __call__(self) -> None:
+        self._num_waited = 1
+        self._calls[0]()
+        for index in range(1, len(self._calls)):
+            self._wait(index)
+            self._calls[index]()
+        self._num_waited = 1
+
+    def wait_for_rest(self) -> None:
+        """Wait for the messages of the passes that have not run, without running them; see `exchange_remaining`."""
+        for index in range(self._num_waited, len(self._calls)):
+            self._wait(index)
+        self._num_waited = 1
+
+    def _wait(self, index: int) -> None:
+        self._num_waited = index + 1
+        for wait in self._waits[index]:
+            wait()
+
+
 class CompiledAction(NamedTuple):
     """One action, ready to run."""
 
@@ -230,7 +263,7 @@ class CompiledAction(NamedTuple):
     waits: tuple[Thunk, ...] = ()
     """to be called before `run`"""
     recv_slots: tuple[RecvSlot, ...] = ()
-    """the messages that it waits for"""
+    """the messages that it waits for, before `run` or, if passes overlap, in it"""
     is_reported: bool = True
     """whether the monitor is notified; not for posting a receive, which takes no time"""
 
@@ -365,9 +398,11 @@ def exchange_remaining(program: RankProgram, code: int) -> None:
         slot.put([None] * len(slot.route.codecs))
     start = [action.code for action in program.actions].index(code)
     for index, action in enumerate(program.actions[start:]):
-        # The failed action has waited.
+        # The failed action has waited, except for messages of passes that come after the failed one.
         for wait in action.waits if index else ():
             wait()
+        if isinstance(action.run, OverlappedPasses):
+            action.run.wait_for_rest()
         for received in action.recv_slots:
             received.take()
         if action.run is not None and not isinstance(decode_one(action.code), ComputeAction | Overlap):

@@ -32,6 +32,7 @@ from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
     LocalSlot,
+    OverlappedPasses,
     PassRunner,
     RankProgram,
     SlotValues,
@@ -295,16 +296,21 @@ class _RankCompiler:
                 return CompiledAction(code)
             runs = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.fsdp.unshard, Kind.RESHARD: runner.fsdp.reshard}
             return CompiledAction(code, partial(runs[action.kind], action.stage))
-        passes = [self._pass(each) for each in action.parts]
         methods = {Kind.FORWARD: runner.forward, Kind.WEIGHT_GRAD: runner.weight_grad}
-        calls = [
-            partial(methods.get(each.kind, runner.backward), stage_pass)
-            for each, stage_pass in zip(action.parts, passes, strict=True)
-        ]
-        recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot))
+        calls: list[Thunk] = []
+        waits: list[tuple[Thunk, ...]] = []
+        recvs: list[RecvSlot] = []
+        for each in action.parts:
+            stage_pass = self._pass(each)
+            slots = [slot for _, slot in stage_pass.incoming if isinstance(slot, RecvSlot)]
+            calls.append(partial(methods.get(each.kind, runner.backward), stage_pass))
+            waits.append(tuple(slot.wait for slot in slots))
+            recvs += slots
+        # After all waits of the action: one of its messages proves that these sends have arrived.
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]
-        waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
-        return CompiledAction(code, calls[0] if len(calls) == 1 else partial(_call_all, calls), waits, recvs)
+        waits[-1] += tuple(slot.release for slot in sent if slot is not None and slot.is_held)
+        run = calls[0] if len(calls) == 1 else OverlappedPasses(calls, waits)
+        return CompiledAction(code, run, waits[0], tuple(recvs))
 
     def _pass(self, action: ComputeAction) -> StagePass:
         stage, microbatch = action.stage, action.microbatch
@@ -331,12 +337,6 @@ class _RankCompiler:
         """The values with the slot of their message; within a rank no message is sent."""
         slot = slots.get(key) or self._locals.setdefault(key, LocalSlot())
         return SlotValues(tuple(value.name for value in values), slot)
-
-
-def _call_all(calls: Sequence[Thunk]) -> None:
-    """Run the passes of an overlapped action one after another."""
-    for call in calls:
-        call()
 
 
 def message_key(message: Message) -> MessageKey:
