@@ -50,7 +50,7 @@ def tables() -> tuple[Table, ...]:
     return (sleeping(), computing(), sharing(), against_torch())
 
 
-def sleeping(count: int = 20, times: int = 3) -> Table:
+def sleeping(count: int = 20, times: int = 7) -> Table:
     """The predicted step of random plans against the measured one."""
 
     def lines() -> Iterator[Line]:

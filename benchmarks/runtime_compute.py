@@ -30,7 +30,7 @@ def tables() -> tuple[Table, ...]:
     return (throughput(), recording())
 
 
-def throughput(sizes: Sizes = Sizes(), times: int = 5, names: tuple[str, ...] = tuple(NAMES)) -> Table:  # noqa: B008
+def throughput(sizes: Sizes = Sizes(), times: int = 6, names: tuple[str, ...] = tuple(NAMES)) -> Table:  # noqa: B008
     """Tokens per second compared with torch's pipeline and with one process that trains on the same microbatches."""
 
     def lines() -> Iterator[Line]:

@@ -23,7 +23,7 @@ def tables() -> tuple[Table, ...]:
     return (lost(),)
 
 
-def lost(sizes: Sizes = Sizes(samples=16, microbatches=8), every: int = 10, rounds: int = 3) -> Table:  # noqa: B008
+def lost(sizes: Sizes = Sizes(samples=16, microbatches=8), every: int = 10, rounds: int = 7) -> Table:  # noqa: B008
     """Time that a save adds to the steps until the next save, as a share of their time; Adam, two ranks, medians."""
 
     def lines() -> Iterator[Line]:
@@ -68,10 +68,15 @@ def _measure(plan: Plan, sizes: Sizes, steps: int, rounds: int, root: str) -> tu
     save(True)
     pipe.wait_for_save()
     rows = []
+    before = train()
     for _ in range(rounds):
-        plain, synchronous, call, during = train(), save(False), save(True), train()
+        synchronous, call, during = save(False), save(True), train()
         pipe.wait_for_save()
-        # The time of steps varies by more than the target; the call is the least that a save can cost.
+        after = train()
+        # The speed of the machine drifts by more than the target, so the steps beside a save are compared with the mean
+        # of those before and after it. The call is the least that a save can cost.
+        plain = (before + after) / 2
         rows.append((synchronous, call, max(call, call + during - plain), plain / steps))
+        before = after
     synchronous, call, asynchronous, step = (statistics.median(column) for column in zip(*rows, strict=True))
     return synchronous, call, asynchronous, step

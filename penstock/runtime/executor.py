@@ -222,7 +222,7 @@ class StageRunner:
 
 
 class OverlappedPasses:
-    """Runs the passes of an overlapped action one after another; a later pass waits for its messages when its turn comes.
+    """Runs the passes of an overlapped action in turn; a later one waits for its messages only when its turn comes.
 
     The messages of the first pass are waited for before the action. Those of the others may arrive while it runs.
     """
