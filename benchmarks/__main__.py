@@ -99,7 +99,7 @@ def main(args: list[str]) -> int:
     if rows:
         print('\nREADME, "Measured"')
     for row in rows:
-        print(f"  {row.status}  {row.what}: {row.result} (target {row.target})")
+        print(f"  {'PASS' if row.is_met else 'FAIL'}  {row.what}: {row.result} (target {row.target})")
     if not any(run.tables for run in runs.values()):
         print(f"no table of {', '.join(names)} has {options.table!r} in its title", file=sys.stderr)
         return 2

@@ -18,14 +18,15 @@ README, ACCURACY = _ROOT / "README.md", _ROOT / "docs/accuracy.md"
 
 def measured(runs: dict[str, results.Run]) -> str:
     """README's table "Measured": the rows whose benchmarks were run."""
-    rows = ["| what | result | target | command |", "|---|---|---|---|"]
-    rows += [f"| {row.what} | {row.result} | {row.target} | `B {row.benchmark}` |" for row in results.readme_rows(runs)]
+    rows = ["| what | result | target | met | command |", "|---|---|---|---|---|"]
+    for row in results.readme_rows(runs):
+        met = "yes" if row.is_met else "**no**"
+        rows.append(f"| {row.what} | {row.result} | {row.target} | {met} | `B {row.benchmark}` |")
     shown = [runs[row.benchmark] for row in results.ROWS if row.benchmark in runs]
     dates, machines = sorted({run.date for run in shown}), sorted({run.machine for run in shown})
     text = (
         f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each result and its "
-        "comparison are from one run; where a cell has several results, the targets follow in the same order. "
-        "`B` is `.venv/bin/python -m benchmarks`."
+        "comparison are from one run. `B` is `.venv/bin/python -m benchmarks`."
     )
     return "\n".join((textwrap.fill(text, 120), "", *rows))
 

@@ -76,7 +76,7 @@ def test_a_table_is_chosen_by_a_part_of_its_title(monkeypatch, capsys):
 def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_stored(monkeypatch, tmp_path, capsys):
     line = Line(("8 billion, time", "8.1 s"), 8.1, 10.0, at_least=False)
     table = Table("a plan for Llama-3 8B", ("model", ""), [line])
-    row = results.Row("planning", "joint_plan", (results.Metric("Llama", "{} s", ".0f", ("8 billion, time",)),))
+    row = results.Row("planning", "joint_plan", results.Metric("Llama", "{} s", ".0f", ("8 billion, time",)))
     monkeypatch.setattr(results, "ROWS", (row,))
     monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
     monkeypatch.setattr("benchmarks.__main__.BENCHMARKS", {"joint_plan": lambda: (table,), "capture": lambda: 1 / 0})
@@ -84,7 +84,7 @@ def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_st
     assert "  PASS  planning: 8 s (target <= 10 s)" in capsys.readouterr().out
     stored = results.read(tmp_path / "results.json")
     assert [list(each.lines) for each in stored["joint_plan"].tables] == [[line]]
-    assert "| planning | 8 s | <= 10 s | `B joint_plan` |" in documents.measured(stored)
+    assert "| planning | 8 s | <= 10 s | yes | `B joint_plan` |" in documents.measured(stored)
 
 
 def test_a_table_that_runs_alone_is_stored_beside_the_others(monkeypatch, tmp_path):
