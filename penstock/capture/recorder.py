@@ -60,7 +60,7 @@ from penstock.capture.sharded_logits import ShardedLogits
 from penstock.capture.structures import Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
-from penstock.capture.transforms import TransformedCall, held_tensors
+from penstock.capture.transforms import TransformedCall, held_tensors, with_own_closure
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
@@ -298,7 +298,7 @@ class Recorder(TorchFunctionMode):
         # Modes that the model entered inside the recorder, which a replay must enter again.
         modes = torch.overrides._get_current_function_mode_stack()
         name = original.__name__.removesuffix("_impl")
-        target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
+        target = TransformedCall(name, original, with_own_closure(function), tuple(modes[modes.index(self) + 1 :]))
         # In this first run the modes are active, so that it needs only the transform itself.
         return self._record(
             lambda _, *given, **named: original(function, *given, **named),

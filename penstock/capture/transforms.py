@@ -16,6 +16,7 @@ from torch._functorch import apis, eager_transforms
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.functions import Entry
+from penstock.capture.objects import UNASSIGNED, closure_contents
 from penstock.ir import flatten_one_level, unflatten_one_level
 
 TRANSFORMS = (
@@ -39,6 +40,7 @@ class TransformedCall:
     run: Callable[..., Any]
     """runs the transform on a function and its arguments"""
     function: Callable[..., Any]
+    """with a closure of its own (`with_own_closure`)"""
     modes: tuple[TorchFunctionMode, ...]
     """modes that the model entered around the call"""
 
@@ -68,6 +70,11 @@ def held_tensors(function: Callable[..., Any]) -> list[Tensor]:
     return tensors
 
 
+def with_own_closure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the values that its closure has now: the model may assign these variables after the call."""
+    return _replace_tensors(function, lambda tensor: tensor, set())
+
+
 def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
     """The value with `change` applied to the tensors inside, in a fixed order."""
     if isinstance(value, Tensor):
@@ -77,7 +84,10 @@ def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[i
         return value
     if isinstance(value, types.FunctionType) and value.__closure__:
         seen.add(id(value))
-        cells = [types.CellType(_replace_tensors(cell.cell_contents, change, seen)) for cell in value.__closure__]
+        cells = [
+            types.CellType() if content is UNASSIGNED else types.CellType(_replace_tensors(content, change, seen))
+            for content in closure_contents(value)
+        ]
         function = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
         )
@@ -100,8 +110,7 @@ def _constants(value: Any, seen: set[int]) -> Any:
         return None
     if isinstance(value, types.FunctionType):
         seen.add(id(value))
-        cells = value.__closure__ or ()
-        return value.__code__, tuple(_constants(cell.cell_contents, seen) for cell in cells)
+        return value.__code__, tuple(_constants(content, seen) for content in closure_contents(value))
     if isinstance(value, functools.partial):
         return tuple(_constants(part, seen) for part in (value.func, value.args, value.keywords))
     if container := flatten_one_level(value):

@@ -51,6 +51,8 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 GLUE = {
+    "a mapped function whose number changes later": lambda self, x: mapped_before_assignment(x, 3.0),
+    "a mapped function whose number is a tensor later": lambda self, x: mapped_before_assignment(x, x.mean(0)),
     "a plain attribute": lambda self, x: x * self.table,
     "a buffer": lambda self, x: x * self.norm.running_var,
     "a hook on a tensor": lambda self, x: (x.register_hook(lambda g: 2 * g), x)[1],
@@ -93,6 +95,18 @@ def mapped_mask(first, x):
     mapped = torch.vmap(torch.vmap(is_inside, in_dims=(None, 0)), in_dims=(0, None))
     with Indexing():
         return mapped(torch.arange(x.shape[0]), torch.arange(x.shape[1])).float()
+
+
+def mapped_before_assignment(x, later):
+    """The mapped function holds variables that are assigned, or assigned anew, after the call."""
+    factor = 2.0
+
+    def scaled(row):
+        return row * factor if factor else row * unassigned
+
+    scaled_x = torch.vmap(scaled)(x)
+    factor, unassigned = later, later
+    return scaled_x * factor + unassigned
 
 
 def flagged(x):
