@@ -22,7 +22,7 @@ from penstock.capture.record_forward import make_recording, run_with_draws
 from penstock.capture.recording import Recording
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
-from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
+from penstock.ir import Graph, leaf_names, leaves, map_leaves, named_inputs, num_registered, signature_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """positional and keyword arguments of the model"""
@@ -134,7 +134,7 @@ class Captured:
             chosen = dims[:1] if has_rows else [dim for dim in dims if leaf.shape[dim] > 1][-1:]
             return leaf.roll(1, chosen[0]) if chosen else leaf
 
-        other = transform(self.example, rolled)
+        other = map_leaves(self.example, rolled)
         try:
             recording = self.recording(*other)
         except CaptureError:

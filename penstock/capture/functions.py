@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.capture.objects import runs_model_code
 from penstock.capture.tensors import tensors_in
-from penstock.ir import transform
+from penstock.ir import map_leaves
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 Entry = tuple[dict[Any, Any], Any, Callable[..., Any]]
@@ -33,7 +33,7 @@ class WholeFunction:
         # If it returns an argument itself, that becomes a new value: for another batch it may return something else.
         given = set(map(id, tensors_in((args, kwargs))))
         result = self.function(*args, **kwargs)
-        return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
+        return map_leaves(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from penstock.capture.functions import Entry, Handler, replaced_entries
 from penstock.capture.generators import GeneratorStates, python_generators, seed_python
 from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
-from penstock.ir import transform
+from penstock.ir import map_leaves
 
 _64_BITS = (1 << 64) - 1
 RANDOMNESS_HINT = (
@@ -145,7 +145,7 @@ class PythonDraw:
             # In double precision, in which Python computes.
             return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
 
-        return transform(self.function(*args, **kwargs), as_tensor)
+        return map_leaves(self.function(*args, **kwargs), as_tensor)
 
 
 class DrawnNumber(float):

@@ -36,7 +36,7 @@ from penstock.capture.recording import OUTPUT, RecordedForward, Recording, cache
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, tensors_in
 from penstock.capture.transforms import transform_entries
 from penstock.errors import CaptureError, PenstockError
-from penstock.ir import Call, Guard, Record, Tree, named_inputs, refs, transform
+from penstock.ir import Call, Guard, Record, Tree, map_leaves, named_inputs, refs
 from penstock.launch import one_line
 
 _SEEDS = (1, 2)
@@ -153,7 +153,7 @@ class _Forward:
         recorder = Recorder(model, granularity, self.seed, global_seed, functions)
         # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another
         # batch they may differ.
-        args, kwargs = transform(self.args, copy_leaf), transform(self.kwargs, copy_leaf)
+        args, kwargs = map_leaves(self.args, copy_leaf), map_leaves(self.kwargs, copy_leaf)
         inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
         try:
             output = _run_model(recorder, args, kwargs)

@@ -74,8 +74,8 @@ from penstock.ir import (
     bind_state,
     copy_into,
     leaves,
+    map_leaves,
     object_keys,
-    transform,
 )
 
 
@@ -339,7 +339,7 @@ class Recorder(TorchFunctionMode):
         if not tensors_in(recorded):
             self._refuse_unseen_draw()
         drawn = iter(leaves(recorded))
-        return transform(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
+        return map_leaves(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
 
     def function_called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a function of the user that is recorded as one call."""
@@ -566,14 +566,14 @@ class Recorder(TorchFunctionMode):
         """Run a call on the tensors that were recorded for drawn numbers, and on the meta device if its weights are."""
         arguments = leaves((args, kwargs))
         if any(isinstance(leaf, DrawnNumber | DrawnArray) for leaf in arguments):
-            args, kwargs = transform(tuple(args), recorded_draw), transform(dict(kwargs), recorded_draw)
+            args, kwargs = map_leaves(tuple(args), recorded_draw), map_leaves(dict(kwargs), recorded_draw)
         # A model on the meta device gets a real batch. Calls without weights run on real tensors, as the model may
         # read values from them (masks, lengths); with weights, arguments go to the meta device.
         original = moved = (tuple(args), dict(kwargs))
         if call.is_on_meta:
-            moved = transform(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
+            moved = map_leaves(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
         elif any(map(_is_meta_device, arguments)):
-            moved = transform(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
+            moved = map_leaves(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
         copies = leaves(moved)
         call.given |= set(map(id, copies))
         self._running, self._is_paused = call, False
@@ -584,7 +584,7 @@ class Recorder(TorchFunctionMode):
         if moved is not original:
             # The call may have changed the copies of containers: the model continues with the originals.
             originals = {id(copy): leaf for copy, leaf in zip(copies, arguments, strict=True)}
-            copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
+            copy_into(original, map_leaves(moved, lambda leaf: originals.get(id(leaf), leaf)))
         return result
 
     # Names

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.capture.granularity import Granularity
 from penstock.capture.sharded_logits import CombineShards, ShardedLogits, VocabularyHead, VocabularyShard
 from penstock.errors import CaptureError
-from penstock.ir import Graph, leaves, transform
+from penstock.ir import Graph, leaves, map_leaves
 
 _SHARDS = "shards"
 """the attribute of a VocabularyHead that has the shards"""
@@ -75,7 +75,7 @@ def shard_vocabulary(
                 module=head,
                 hint="labels in the batch, loss_fn= and target= of penstock.plan, or vocabulary_shards=None",
             )
-        return transform(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
+        return map_leaves(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
 
     without_logits.__signature__ = inspect.signature(forward)
     vars(split)["forward"] = without_logits

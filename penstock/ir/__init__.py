@@ -57,6 +57,7 @@ from penstock.ir.containers import (
     flatten_one_level,
     is_attributes_only,
     leaves,
+    map_leaves,
     named_arguments,
     named_inputs,
     named_leaves,
@@ -64,7 +65,6 @@ from penstock.ir.containers import (
     register_attributes,
     register_container,
     signature_of,
-    transform,
     unflatten_one_level,
 )
 from penstock.ir.costs import MessageCost, StageCosts, compute_stage_costs

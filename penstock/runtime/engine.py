@@ -24,7 +24,7 @@ from penstock.batches import (
 )
 from penstock.capture import LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan, leaves, transform
+from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.batch_comparison import BatchComparison
@@ -191,7 +191,7 @@ class Engine:
             boundary.append((value, leaf))
             return leaf.clone()  # the model may write into it
 
-        return transform(batch, detached), boundary
+        return map_leaves(batch, detached), boundary
 
     def evaluate(
         self,

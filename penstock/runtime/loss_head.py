@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import Partition, listed, transform
+from penstock.ir import Partition, listed, map_leaves
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.scaler import GradScaler
@@ -66,7 +66,7 @@ class LossHead:
         values = {**step.inputs[microbatch], **stage_outputs}
         output = self._captured.output(recording, values)
         if step.keeps_outputs:
-            step.outputs[microbatch] = transform(output, _detached)
+            step.outputs[microbatch] = map_leaves(output, _detached)
         if self.has_loss_fn:
             if not step.is_training and target is None:
                 return None
