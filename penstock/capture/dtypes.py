@@ -1,4 +1,4 @@
-"""What depends on the dtype of a tensor: gradients, NaN and Inf, rounding, and its entries as real numbers or bytes.
+"""Properties of a tensor that depend on its dtype: gradients, NaN and Inf, rounding; its entries as reals or bytes.
 
 `ir/dtypes.py` lists the dtypes that are supported, with their sizes.
 """

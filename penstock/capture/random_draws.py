@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.functions import Entry, Handler, replaced_entries
+from penstock.capture.functions import Entry, FunctionHandler, replaced_entries
 from penstock.capture.generators import GeneratorStates, python_generators, seed_python
 from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
@@ -278,7 +278,7 @@ _DRAWING_FUNCTIONS: list[Entry] = [
 
 
 @contextmanager
-def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
+def intercept_draws(handler: FunctionHandler, model: nn.Module) -> Iterator[None]:
     """Route calls of `random.*` and `numpy.random.*` through the handler.
 
     It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes import

@@ -100,7 +100,7 @@ class _Forward:
         generators, which no call between blocks may draw from unseen.
         """
         skip_hooks = True
-        functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
+        functions = functions.copy()
         while True:
             blocks = granularity.blocks(self.model)
             try:
@@ -266,11 +266,11 @@ def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
             recorder.has_single_sample |= leaf.dim() > 0 and leaf.shape[0] == 1
     try:
         with (
-            intercept_draws(recorder.function_drew, model),
-            intercept_functions(recorder.function_drew, recorder.functions.drawing),
-            intercept_functions(recorder.function_called, recorder.functions.reading),
+            intercept_draws(recorder.draw_called, model),
+            intercept_functions(recorder.draw_called, recorder.functions.drawing),
+            intercept_functions(recorder.whole_function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
-            intercept_autograd_and_scripted_functions(recorder.function_applied, recorder.script_called),
+            intercept_autograd_and_scripted_functions(recorder.autograd_function_called, recorder.script_called),
             replaced_entries(recorder.transform_called, transform_entries()),
             recorder,
         ):

@@ -456,7 +456,7 @@ class Engine:
     def _compiled(self, step: Step) -> CompiledStep:
         """The compiled step for the recordings of a batch; compiled now if it is the first with these recordings."""
         kind = step.is_training, step.recordings
-        return self._compiled_steps.get(kind, lambda: self._compiler.compile(*kind))
+        return self._compiled_steps.get_or_make(kind, lambda: self._compiler.compile(*kind))
 
     def _size_and_loss(self, step: Step, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""

@@ -268,7 +268,7 @@ class UserStageEngine:
         edges = (
             specs.edges if specs else [{edge: Crossing(*edge, (_DESCRIBED,)) for edge in program.cuts.edges}] * count
         )
-        compiled = self._compiled.get(
+        compiled = self._compiled.get_or_make(
             (key, shapes if specs else None),
             lambda: adapt(*compile_ranks(program, edges, self.groups.own_ranks, runner, transport)),
         )
