@@ -33,6 +33,7 @@ The files, in the order in which to read them:
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.dtypes import (
+    ARITHMETIC_DTYPES,
     INEXACT_DTYPES,
     NUMPY_DTYPES,
     ROUNDING,

@@ -27,6 +27,10 @@ INEXACT_DTYPES = frozenset(
 )
 """rounded, real or complex numbers: only these have gradients, NaN and Inf"""
 
+ARITHMETIC_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""real numbers that torch computes with, unlike those of 8 bits: losses, and operands whose weight gradients can be
+deferred. Ranks send the position of a dtype in this tuple"""
+
 
 def is_inexact(tensor: Tensor) -> bool:
     """Whether its dtype is one of `INEXACT_DTYPES`."""

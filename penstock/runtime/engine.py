@@ -22,7 +22,7 @@ from penstock.batches import (
     explain_failure,
     microbatch_kinds,
 )
-from penstock.capture import LruCache, Recording, is_inexact, set_mode
+from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
@@ -45,7 +45,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.nonfinite import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger
-from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
+from penstock.runtime.step import NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
@@ -607,7 +607,7 @@ class Engine:
             skipped = self._handle_nonfinite(step, compiled, -negated_output, last_bad_gradient)
         elif num_differing:
             raise_on_all_ranks(groups, difference)
-        count, loss_dtype = len(step.microbatches), LOSS_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
+        count, loss_dtype = len(step.microbatches), ARITHMETIC_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
         return Result(
             loss=torch.tensor((total + added) / groups.num_pipelines, dtype=loss_dtype) if kind > NO_LOSS else None,
             losses=tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),
