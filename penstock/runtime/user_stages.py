@@ -233,6 +233,7 @@ class UserStageEngine:
         self.groups, self.sync = groups, RankSync(groups)
         self.runner = UserStageRunner(groups, num_stages, stages)
         self._described = DescribedTransport(groups, device)
+        # The "auto" transport: hand-written stages have no option to ask for another.
         self._transport = make_transport(groups, device)
         self._compiled: LruCache[Hashable, RankProgram] = LruCache(_MAX_COMPILED)
         self._specs: LruCache[Hashable, _Specs] = LruCache(_MAX_COMPILED)
