@@ -32,6 +32,17 @@ RANDOMNESS_HINT = (
 )
 
 
+def splitmix64(number: int) -> int:
+    """The finalizer of the generator splitmix64: 64 bits of which each depends on all bits of the number.
+
+    So neighbouring numbers give seeds of unrelated streams.
+    """
+    number &= _64_BITS
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _64_BITS
+    return number ^ (number >> 31)
+
+
 class DrawSeed(NamedTuple):
     """The seed of the random numbers of one microbatch.
 
@@ -45,12 +56,8 @@ class DrawSeed(NamedTuple):
 
     def of_call(self, name_hash: int, is_shared: bool) -> int:
         """64 bits for a call: they depend on its name, and not on the partition or the order of calls."""
-        # The finalizer of splitmix64: every bit depends on every bit, so neighbouring seeds give unrelated streams.
         number = self.step_seed if is_shared else self.step_seed + self.microbatch
-        mixed = (number * 0x9E3779B97F4A7C15 + name_hash) & _64_BITS
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
-        return mixed ^ (mixed >> 31)
+        return splitmix64(number * 0x9E3779B97F4A7C15 + name_hash)
 
 
 FIRST_SEED = DrawSeed(0)
