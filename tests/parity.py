@@ -20,7 +20,7 @@ import penstock
 from penstock import stages
 from penstock.batches import microbatch_sizes
 from penstock.capture import Captured
-from penstock.ir import Partition, Plan, WeightGrad, leaves, transform
+from penstock.ir import Partition, Plan, WeightGrad, leaves, map_leaves
 from tests.process_pool import Pools
 
 Values = dict[str, Tensor | None]
@@ -108,7 +108,7 @@ class StagedModel:
             return StepResult(outputs[0].detach(), outputs)
         # The loss is computed on leaves in place of the outputs; their gradients are where the stages start.
         roots = {id(tensor): tensor.detach().requires_grad_() for tensor in outputs if tensor.requires_grad}
-        loss = self._loss_fn(transform(output, lambda leaf: roots.get(id(leaf), leaf)), target)
+        loss = self._loss_fn(map_leaves(output, lambda leaf: roots.get(id(leaf), leaf)), target)
         # Not `loss.backward()`: that would give the gradients the memory layout of the leaves.
         grads = torch.autograd.grad(loss, list(roots.values()), allow_unused=True)
         positions = {id(tensor): position for position, tensor in reversed(list(enumerate(outputs)))}
@@ -209,11 +209,11 @@ class Batch:
 
     def other(self) -> "Batch":
         """Other data of the same shapes: the rows in another order, floats with the other sign."""
-        return Batch(transform(self.args, _reversed), transform(dict(self.kwargs), _reversed), self.is_scored)
+        return Batch(map_leaves(self.args, _reversed), map_leaves(dict(self.kwargs), _reversed), self.is_scored)
 
     def copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in memory of their own, as a model may write into them."""
-        return transform(self.args, _cloned), transform(dict(self.kwargs), _cloned)
+        return map_leaves(self.args, _cloned), map_leaves(dict(self.kwargs), _cloned)
 
 
 def projection(output: object, target: object = None) -> Tensor:

@@ -28,7 +28,7 @@ from penstock.capture import (
     without_accumulation_hooks,
 )
 from penstock.errors import RunError
-from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, preformatted, transform
+from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, map_leaves, preformatted
 from penstock.loss import (
     SINGLE,
     Added,
@@ -245,7 +245,7 @@ class _StepRunner:
             basic_blocks=self._granularity.basic_blocks,
         )
         with self._isolated():
-            args, kwargs, target = transform(batch, copy_leaf)
+            args, kwargs, target = map_leaves(batch, copy_leaf)
             with _collect_warnings() as collected:
                 result = pipe.step(*args, target=target, **kwargs)
             weights = result.weights_by_name or {SINGLE: result.weights}
@@ -274,7 +274,7 @@ class _StepRunner:
             written: set[str] = set()
             for index, microbatch in enumerate(microbatches):
                 # Copies, because the model may write into its inputs.
-                inputs = transform(microbatch, copy_leaf)
+                inputs = map_leaves(microbatch, copy_leaf)
                 added: list[Added] = []
                 with tracker, collect_added(added.append):
                     if seed is None:

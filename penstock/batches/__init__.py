@@ -18,6 +18,7 @@ from penstock.batches.microbatches import (
     longest,
     microbatch_kinds,
     microbatch_sizes,
+    split_tensor,
     with_columns_of,
 )
 from penstock.batches.padding import IGNORE_INDEX, Padding, find_padding

@@ -34,7 +34,7 @@ from penstock.capture import (
     without_user_hooks,
 )
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import Ragged, Rows, SplitRule, leaves, listed, named_arguments, transform
+from penstock.ir import Ragged, Rows, SplitRule, leaves, listed, map_leaves, named_arguments
 from penstock.launch import one_line
 
 _MAX_CANDIDATES = 24
@@ -305,7 +305,7 @@ class _Search:
 
     def _run(self, args: Any, kwargs: Any) -> list[object] | None:
         """The leaves of the model's output; None if it raises an error, which is noted."""
-        args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
+        args, kwargs = map_leaves(args, copy_leaf), map_leaves(kwargs, copy_leaf)
         seed_generators(_SEED)
         generators = GeneratorStates.of_process()
         versions = [buffer._version for buffer in self._model.buffers()]

@@ -18,7 +18,7 @@ The files, in the order in which to read them:
     functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
     random_draws.py   random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
     tensor_table.py   names of tensors, shared memory; tensors.py: gradients, memory and content of tensors
-    dtypes.py         what depends on the dtype of a tensor: NaN and Inf, rounding, complex numbers, bytes
+    dtypes.py         properties that depend on the dtype of a tensor: NaN and Inf, rounding, complex numbers, bytes
     arguments.py      arguments as plain data, and back; structures.py: results as text; objects.py: any other object
     effects.py        a running call and its side effects; call_context.py: grad mode and autocast around it
     function_kinds.py which torch functions read metadata, write in place or draw random numbers
@@ -33,6 +33,7 @@ The files, in the order in which to read them:
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.dtypes import (
+    ARITHMETIC_DTYPES,
     INEXACT_DTYPES,
     NUMPY_DTYPES,
     ROUNDING,

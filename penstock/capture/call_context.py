@@ -18,10 +18,9 @@ def entered(context: CallContext) -> Iterator[None]:
     with ExitStack() as stack:
         if context.grad is not None:
             stack.enter_context(torch.set_grad_enabled(context.grad))
-        if context.autocast is not None:
-            device, enabled, dtype = context.autocast
-            kind = dtype_named(dtype.removeprefix("torch."))
-            stack.enter_context(torch.autocast(device, enabled=enabled, dtype=kind))
+        for device_type, enabled, name in context.autocast:
+            dtype = dtype_named(name.removeprefix("torch."))
+            stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
         yield
 
 
@@ -32,16 +31,19 @@ class ContextTracker:
     """
 
     def __init__(self) -> None:
-        self._outer = _torch_contexts()
+        self._outer_grad, self._outer_autocast = torch.is_grad_enabled(), _autocast_states()
         self._outer_saving = _saved_tensors_hooks()
         self._outer_inference = torch.is_inference_mode_enabled()
         self._num_running_functions = 0
 
     def current(self) -> CallContext:
         """The context of a call made now."""
-        grad, autocast = _torch_contexts()
-        outer_grad, outer_autocast = self._outer
-        return CallContext(None if grad == outer_grad else grad, None if autocast == outer_autocast else autocast)
+        grad = torch.is_grad_enabled()
+        # Each device type by itself: a model that runs under autocast for CUDA may turn only that off, as the rotary
+        # embeddings of Hugging Face do.
+        states = zip(_autocast_states(), self._outer_autocast, strict=True)
+        autocast = tuple(state for state, outer in states if state != outer)
+        return CallContext(None if grad == self._outer_grad else grad, autocast)
 
     def counting(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """The `apply` of an autograd function, counted while it runs."""
@@ -82,9 +84,11 @@ class ContextTracker:
             )
 
 
-def _torch_contexts() -> tuple[bool, tuple[str, bool, str]]:
-    kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return torch.is_grad_enabled(), (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+def _autocast_states() -> tuple[tuple[str, bool, str], ...]:
+    """For each device type, whether autocast is on, and the name of its dtype."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")
+    )
 
 
 def _saved_tensors_hooks() -> tuple[Any, ...]:

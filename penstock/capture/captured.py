@@ -22,7 +22,7 @@ from penstock.capture.record_forward import make_recording, run_with_draws
 from penstock.capture.recording import Recording
 from penstock.capture.tensors import device_of, storage_id
 from penstock.errors import CaptureError
-from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
+from penstock.ir import Graph, leaf_names, leaves, map_leaves, named_inputs, num_registered, signature_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """positional and keyword arguments of the model"""
@@ -83,8 +83,8 @@ class Captured:
         """model fingerprints and structure hashes of recordings: another with the same pair needs one forward only"""
         self._volatile: frozenset[str] = frozenset()
         """settings that the forward itself changes"""
-        self._example_recording: Recording | None = None
-        """without an example, that of the first batch"""
+        self.example_recording: Recording | None = None
+        """the recording of the example batch; without an example, that of the first batch, None before it"""
         self.seed = 0
         """of the example's random numbers"""
         self._planned_graph: Graph | None = None
@@ -102,11 +102,6 @@ class Captured:
         captured = cls(model, Granularity.of(graph).merged(model, granularity), (), {})
         captured._planned_graph = graph
         return captured
-
-    @property
-    def example_recording(self) -> Recording:
-        """The recording of the example batch; without an example, that of the first batch."""
-        return self._example_recording
 
     @property
     def graph(self) -> Graph:
@@ -134,12 +129,12 @@ class Captured:
             chosen = dims[:1] if has_rows else [dim for dim in dims if leaf.shape[dim] > 1][-1:]
             return leaf.roll(1, chosen[0]) if chosen else leaf
 
-        other = transform(self.example, rolled)
+        other = map_leaves(self.example, rolled)
         try:
             recording = self.recording(*other)
         except CaptureError:
             return self.example
-        return other if recording is self._example_recording else self.example
+        return other if recording is self.example_recording else self.example
 
     # Recordings
 
@@ -157,7 +152,7 @@ class Captured:
                 found = self.recording(*self.example, seed)
                 if len(found.graph.nodes) > len(best.graph.nodes):
                     best, best_seed = found, seed
-        self._example_recording, self.seed = best, best_seed
+        self.example_recording, self.seed = best, best_seed
 
     def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> Recording:
         """The recording that holds for this batch; recorded now if this batch is the first of its kind."""
@@ -263,7 +258,7 @@ class Captured:
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
         made, volatile = self._make_recording(fingerprint, batch.args, batch.kwargs, batch.seed)
-        self._example_recording = self._example_recording or made
+        self.example_recording = self.example_recording or made
         # Blocks that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
@@ -294,7 +289,7 @@ class Captured:
                 return make(self._granularity)
             except CaptureError as error:
                 # Only for the example: later the stages exist, and no other module can be kept whole.
-                block = None if self._example_recording else self._block_that_records(error, make)
+                block = None if self.example_recording else self._block_that_records(error, make)
                 if block is None:
                     raise
                 hint = f'basic_blocks=["{block}"], which keeps that module whole'
@@ -325,7 +320,7 @@ class Captured:
         return (self.is_meta and not guards.depend_on_draws) or guards.hold(batch.inputs, batch.seed)
 
     def _guards_of(self, recording: Recording) -> InputGuards:
-        return self._guards.get(recording, lambda: InputGuards(recording, self.model))
+        return self._guards.get_or_make(recording, lambda: InputGuards(recording, self.model))
 
     # Parts of a recording
 
@@ -355,7 +350,7 @@ class Captured:
         def make() -> Getter:
             return ArgumentReader(recording.live, recording.device, self.model).getter(recording.record.outputs)
 
-        return self._output_getters.get(recording, make)(values)
+        return self._output_getters.get_or_make(recording, make)(values)
 
     # The unsplit model
 
@@ -446,7 +441,7 @@ def _refuse_shared_inputs(inputs: Mapping[str, Tensor], written: Collection[str]
 
 
 def _may_overlap(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors may have bytes in common; strided tensors may interleave without."""
+    """Whether two tensors may have bytes in common. Strided ones that interleave without common bytes count."""
     if storage_id(left) != storage_id(right):
         return False
     ranges = []

@@ -24,11 +24,18 @@ from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, class_funct
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree
 
+_LAST_WORDS = (
+    # The process and its place among the others.
+    r"rank|rank_?(zero|0)|(is_)?(main|master)(_process|_rank)?|device|device_?(id|index)|pid|host(name)?|port|num_threads",
+    # The run.
+    r"u?uid|run_?(id|name)|(output|save|log|work)_?(dir|path|file)",
+    # Times.
+    r"timestamp|created(_at)?|(start|begin|creation|init|last|wall)_?time|t0|elapsed",
+    # Output for the user, which one process prints for all.
+    r"verbose|verbosity|debug|quiet|silent|tqdm|progress(_?bar)?|(should|do|is|can|will|enable)_log(s|ging)?",
+)
 _PROCESS_SPECIFIC = re.compile(
-    r"(^|[_.:])(rank|rank_?(zero|0)|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|port|num_threads"
-    r"|(is_)?(main|master)(_process|_rank)?|timestamp|created(_at)?|(start|begin|creation|init|last|wall)_?time|t0"
-    r"|elapsed|verbose|verbosity|debug|quiet|silent|tqdm|progress(_?bar)?|(output|save|log|work)_?(dir|path|file)"
-    r"|(should|do|is|can|will|enable)_log(s|ging)?)$|^(log|logs|logging)$|(^|_)(print|wandb|tensorboard)(s|ing)?(_|$)",
+    rf"(^|[_.:])({'|'.join(_LAST_WORDS)})$|^(log|logs|logging)$|(^|_)(print|wandb|tensorboard)(s|ing)?(_|$)",
     re.IGNORECASE,
 )
 """names of attributes and globals whose values differ between processes"""

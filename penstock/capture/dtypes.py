@@ -1,4 +1,4 @@
-"""What depends on the dtype of a tensor: gradients, NaN and Inf, rounding, and its entries as real numbers or bytes.
+"""Properties of a tensor that depend on its dtype: gradients, NaN and Inf, rounding; its entries as reals or bytes.
 
 `ir/dtypes.py` lists the dtypes that are supported, with their sizes.
 """
@@ -26,6 +26,10 @@ INEXACT_DTYPES = frozenset(
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
 )
 """rounded, real or complex numbers: only these have gradients, NaN and Inf"""
+
+ARITHMETIC_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""real numbers that torch computes with, unlike those of 8 bits: losses, and operands whose weight gradients can be
+deferred. Ranks send the position of a dtype in this tuple"""
 
 
 def is_inexact(tensor: Tensor) -> bool:

@@ -51,7 +51,7 @@ class ObservedCall:
         """whether it put other tensors or plain values into a container among its arguments"""
         self.draws = False
         """whether it draws random numbers"""
-        # These are set by `compare`.
+        # Set by `compare`, which also completes `draws`.
         self.draws_with_python = False
         """whether it draws from the generators of Python or numpy"""
         self.written: list[Tensor] = []

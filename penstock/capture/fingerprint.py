@@ -90,8 +90,8 @@ class Fingerprinter:
     def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
         """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
         # Much faster than to walk through the model and compare.
-        is_known = [list(module._modules.items()) == children for module, children in self._children]
-        if not is_known or not all(is_known):
+        unchanged = [list(module._modules.items()) == children for module, children in self._children]
+        if not unchanged or not all(unchanged):
             self.find_modules(granularity)
         modules, settings = self.modules, _settings(self._blocks, self._opened)
         state = [

@@ -16,9 +16,10 @@ from torch import nn
 
 from penstock.capture.objects import runs_model_code
 from penstock.capture.tensors import tensors_in
-from penstock.ir import transform
+from penstock.ir import map_leaves
 
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+FunctionHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""takes a function and the arguments of its call"""
 Entry = tuple[dict[Any, Any], Any, Callable[..., Any]]
 """a dict, such as the globals of a file, a key in it, and the function under that key"""
 
@@ -33,7 +34,7 @@ class WholeFunction:
         # If it returns an argument itself, that becomes a new value: for another batch it may return something else.
         given = set(map(id, tensors_in((args, kwargs))))
         result = self.function(*args, **kwargs)
-        return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
+        return map_leaves(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
 
 
 @dataclass
@@ -46,6 +47,10 @@ class WholeFunctions:
     """they read activations, or use tensors that a replay could not find"""
     opened: list[Callable[..., Any]] = field(default_factory=list)
     """they were in `reading` but cannot be one call: values enter or leave them other than as arguments and results"""
+
+    def copy(self) -> "WholeFunctions":
+        """The same functions in lists of their own."""
+        return WholeFunctions([*self.drawing], [*self.reading], [*self.opened])
 
     def open(self, function: Callable[..., Any]) -> None:
         """Record the calls inside a function in `reading` from now on."""
@@ -78,14 +83,14 @@ def enclosing_function(modules: Collection[int]) -> tuple[Callable[..., Any] | N
 
 
 @contextmanager
-def intercept_functions(handler: Handler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
+def intercept_functions(handler: FunctionHandler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
     """Route calls of some global functions through `handler(function, args, kwargs)`."""
     with replaced_entries(handler, list(_entries_of(functions)) if functions else []):
         yield
 
 
 @contextmanager
-def replaced_entries(handler: Handler, entries: Collection[Entry]) -> Iterator[None]:
+def replaced_entries(handler: FunctionHandler, entries: Collection[Entry]) -> Iterator[None]:
     """Replace functions in dicts by ones that call the handler; restore them at exit.
 
     An entry that does not hold its function now, as another library has replaced it, is left alone.

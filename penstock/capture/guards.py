@@ -55,8 +55,8 @@ class InputGuards:
 def _nodes_to_check(recording: Recording) -> list[str] | None:
     """The nodes that must run to check all guards on the inputs; None if there are no such guards."""
     graph, record = recording.graph, recording.record
-    free = recording.nodes_without_weights
-    available = recording.available_values(free)
+    weightless = recording.nodes_without_weights
+    available = recording.available_values(weightless)
     has_guards, wanted = False, set[str]()
     # Values that may differ between two batches of the same signature.
     varying = {*record.inputs, *(value.name for node in graph.nodes if node.is_random for value in node.makes)}
@@ -65,9 +65,9 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
             names = set(step.arg_values)
             if names <= available:
                 has_guards, wanted = True, wanted | names
-        # The result of a call may vary in structure or size, as after `nonzero`: an implicit guard if the model depends
-        # on it.
-        elif step.name in free and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
+        elif step.name in weightless and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
+            # The result of a call may vary in structure or size, as after `nonzero`: an implicit guard if the model
+            # depends on it.
             made = {value.name for value in graph[step.name].makes}
             varying |= made
             if step.results.structure != TENSOR or not recording.size_reads.keys().isdisjoint(step.results.values):

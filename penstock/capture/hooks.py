@@ -12,6 +12,7 @@ from penstock.capture.objects import code_origin
 from penstock.errors import CaptureError
 
 CallHandler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""takes a module, autograd function or scripted function, a function that calls it, and the arguments"""
 
 
 # Interception

@@ -23,7 +23,7 @@ class LruCache(Generic[K, V]):
         self._size = MAX_RECORDINGS if size is None else size
         self._entries: OrderedDict[K, V] = OrderedDict()
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
         """The value of a key, by `make` if it is missing; marks it as used."""
         if key not in self._entries:
             self.put(key, make())

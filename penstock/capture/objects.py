@@ -24,6 +24,9 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """the attributes that every nn.Module has: parameters, buffers, submodules, hooks, `training`"""
 PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
 
+UNASSIGNED = object()
+"""the content of a closure cell whose variable has not been assigned yet"""
+
 _LIBRARIES = frozenset(("torchvision", "numpy", "transformers", "peft", "accelerate"))
 
 Origin = Literal["torch", "library", "python", "user"]
@@ -82,6 +85,15 @@ def runs_model_code(frame: types.FrameType) -> bool:
     return code_origin(module) in ("library", "user") and module.partition(".")[0] not in ("penstock", "numpy")
 
 
+def closure_contents(function: types.FunctionType) -> Iterator[Any]:
+    """The values of the variables that a function holds in its closure, UNASSIGNED for those without one."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield UNASSIGNED
+
+
 def object_items(value: Any) -> Iterator[tuple[str, Any]]:
     """The named contents of an object: attributes, slots, and the values that a function or method is bound to.
 
@@ -90,12 +102,9 @@ def object_items(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.FunctionType):
-        for number, cell in enumerate(value.__closure__ or ()):
-            try:
-                yield f"cell {number}", cell.cell_contents
-            except ValueError:
-                # The enclosing function has not assigned this variable yet.
-                continue
+        for number, content in enumerate(closure_contents(value)):
+            if content is not UNASSIGNED:
+                yield f"cell {number}", content
         yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
     elif isinstance(value, types.GeneratorType):
         yield from value.gi_frame.f_locals.items() if value.gi_frame else ()

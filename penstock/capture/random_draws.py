@@ -19,17 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.functions import Entry, Handler, replaced_entries
+from penstock.capture.functions import Entry, FunctionHandler, replaced_entries
 from penstock.capture.generators import GeneratorStates, python_generators, seed_python
 from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
-from penstock.ir import transform
+from penstock.ir import map_leaves
 
 _64_BITS = (1 << 64) - 1
 RANDOMNESS_HINT = (
     "turn it off (for Hugging Face models layerdrop=0, mask_time_prob=0, mask_feature_prob=0 in the configuration), "
     "draw with torch, or keep the module whole (basic_blocks)"
 )
+
+
+def splitmix64(number: int) -> int:
+    """The finalizer of the generator splitmix64: 64 bits of which each depends on all bits of the number.
+
+    So neighbouring numbers give seeds of unrelated streams.
+    """
+    number &= _64_BITS
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _64_BITS
+    return number ^ (number >> 31)
 
 
 class DrawSeed(NamedTuple):
@@ -45,12 +56,8 @@ class DrawSeed(NamedTuple):
 
     def of_call(self, name_hash: int, is_shared: bool) -> int:
         """64 bits for a call: they depend on its name, and not on the partition or the order of calls."""
-        # The finalizer of splitmix64: every bit depends on every bit, so neighbouring seeds give unrelated streams.
         number = self.step_seed if is_shared else self.step_seed + self.microbatch
-        mixed = (number * 0x9E3779B97F4A7C15 + name_hash) & _64_BITS
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
-        return mixed ^ (mixed >> 31)
+        return splitmix64(number * 0x9E3779B97F4A7C15 + name_hash)
 
 
 FIRST_SEED = DrawSeed(0)
@@ -145,7 +152,7 @@ class PythonDraw:
             # In double precision, in which Python computes.
             return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
 
-        return transform(self.function(*args, **kwargs), as_tensor)
+        return map_leaves(self.function(*args, **kwargs), as_tensor)
 
 
 class DrawnNumber(float):
@@ -278,7 +285,7 @@ _DRAWING_FUNCTIONS: list[Entry] = [
 
 
 @contextmanager
-def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
+def intercept_draws(handler: FunctionHandler, model: nn.Module) -> Iterator[None]:
     """Route calls of `random.*` and `numpy.random.*` through the handler.
 
     It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes import

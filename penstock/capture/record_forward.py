@@ -36,7 +36,7 @@ from penstock.capture.recording import OUTPUT, RecordedForward, Recording, cache
 from penstock.capture.tensors import buffers_and_attributes, device_of, restore_content, tensors_in
 from penstock.capture.transforms import transform_entries
 from penstock.errors import CaptureError, PenstockError
-from penstock.ir import Call, Guard, Record, Tree, named_inputs, refs, transform
+from penstock.ir import Call, Guard, Record, Tree, map_leaves, named_inputs, refs
 from penstock.launch import one_line
 
 _SEEDS = (1, 2)
@@ -100,7 +100,7 @@ class _Forward:
         generators, which no call between blocks may draw from unseen.
         """
         skip_hooks = True
-        functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
+        functions = functions.copy()
         while True:
             blocks = granularity.blocks(self.model)
             try:
@@ -153,7 +153,7 @@ class _Forward:
         recorder = Recorder(model, granularity, self.seed, global_seed, functions)
         # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another
         # batch they may differ.
-        args, kwargs = transform(self.args, copy_leaf), transform(self.kwargs, copy_leaf)
+        args, kwargs = map_leaves(self.args, copy_leaf), map_leaves(self.kwargs, copy_leaf)
         inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
         try:
             output = _run_model(recorder, args, kwargs)
@@ -266,11 +266,11 @@ def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
             recorder.has_single_sample |= leaf.dim() > 0 and leaf.shape[0] == 1
     try:
         with (
-            intercept_draws(recorder.function_drew, model),
-            intercept_functions(recorder.function_drew, recorder.functions.drawing),
-            intercept_functions(recorder.function_called, recorder.functions.reading),
+            intercept_draws(recorder.draw_called, model),
+            intercept_functions(recorder.draw_called, recorder.functions.drawing),
+            intercept_functions(recorder.whole_function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
-            intercept_autograd_and_scripted_functions(recorder.function_applied, recorder.script_called),
+            intercept_autograd_and_scripted_functions(recorder.autograd_function_called, recorder.script_called),
             replaced_entries(recorder.transform_called, transform_entries()),
             recorder,
         ):

@@ -60,7 +60,7 @@ from penstock.capture.sharded_logits import ShardedLogits
 from penstock.capture.structures import Expected, opaque_leaves, structure_of, structure_with_names
 from penstock.capture.tensor_table import TensorTable
 from penstock.capture.tensors import has_gradient, storage_id, tensors_in
-from penstock.capture.transforms import TransformedCall, held_tensors
+from penstock.capture.transforms import TransformedCall, held_tensors, with_own_closure
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
@@ -74,8 +74,8 @@ from penstock.ir import (
     bind_state,
     copy_into,
     leaves,
+    map_leaves,
     object_keys,
-    transform,
 )
 
 
@@ -166,7 +166,7 @@ class Recorder(TorchFunctionMode):
         """an exception and the innermost module that raised it"""
         self.table = TensorTable(model)
         self.writer = ArgumentWriter(self._reference)
-        self.context = ContextTracker()
+        self.context_tracker = ContextTracker()
         self.functions = functions
         self.enclosing: dict[int, Callable[..., Any]] = {}
         """functions of the user around guards and calls that are given unknown tensors, by index of the step"""
@@ -271,7 +271,7 @@ class Recorder(TorchFunctionMode):
                 return self._record(lambda *_, **__: result, module, args, kwargs)
         return result
 
-    def function_applied(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def autograd_function_called(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle an autograd function: one recorded call, because its backward is not that of the calls inside."""
         if self._is_paused:
             return original(*args, **kwargs)
@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):
                     return args[0](*args[2:])
             finally:
                 self._num_checkpoints -= needs_gradient
-        original = self.context.counting(original)
+        original = self.context_tracker.counting(original)
         if self._running is not None:
             return self._inside_call(original, args, kwargs)
         return self._record(original, FunctionApply(cls), args, kwargs)
@@ -298,7 +298,7 @@ class Recorder(TorchFunctionMode):
         # Modes that the model entered inside the recorder, which a replay must enter again.
         modes = torch.overrides._get_current_function_mode_stack()
         name = original.__name__.removesuffix("_impl")
-        target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
+        target = TransformedCall(name, original, with_own_closure(function), tuple(modes[modes.index(self) + 1 :]))
         # In this first run the modes are active, so that it needs only the transform itself.
         return self._record(
             lambda _, *given, **named: original(function, *given, **named),
@@ -315,7 +315,7 @@ class Recorder(TorchFunctionMode):
             return self._inside_call(run, args, kwargs)
         return self._record(run, function, args, kwargs)
 
-    def function_drew(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def draw_called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a draw with Python's or numpy's generators: a recorded call that returns tensors."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
@@ -339,9 +339,9 @@ class Recorder(TorchFunctionMode):
         if not tensors_in(recorded):
             self._refuse_unseen_draw()
         drawn = iter(leaves(recorded))
-        return transform(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
+        return map_leaves(exposed, lambda leaf: exposed_draw(leaf, next(drawn)))
 
-    def function_called(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def whole_function_called(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Handle a function of the user that is recorded as one call."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
@@ -400,7 +400,7 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and record it. `target` is the module or function, `run` calls it."""
-        self.context.refuse_unsupported(self._scope)
+        self.context_tracker.refuse_unsupported(self._scope)
         with self._paused():
             return self._run_and_record(run, target, args, kwargs)
 
@@ -425,23 +425,17 @@ class Recorder(TorchFunctionMode):
         call, result = self._run_observed(run, target, where, args, kwargs)
         returned = result
         if contents is not None:
-            # Before anything raises: in the next recording, a changed object of a module would hold tensors of this
-            # one.
-            call.changes_arguments = contents.have_changed(where)
-            if contents.register_containers(result):
-                raise NewContainer
+            self._check_containers(call, contents, result)
             if call.changes_arguments:
                 # A replay gives the call copies of its containers, and takes their contents from the result.
                 result = (result, tuple(args), dict(kwargs))
-                if contents.are_shared():
-                    raise LeakyCall(where)
             if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
                 # A replay compares only the class of such an object.
                 raise LeakyCall(where)
         if isinstance(target, WholeFunction) and result is None:
             # It may raise or print depending on the values that it reads: open it, to record its calls with guards.
             raise LeakyCall(where)
-        if call.written_state and (self._num_checkpoints or self.context.in_checkpoint()):
+        if call.written_state and (self._num_checkpoints or self.context_tracker.in_checkpoint()):
             raise self._checkpointed_write(where, call.written_state[0])
         if not (is_module or call.written or call.written_state or call.changes_arguments):
             made = tensors_in(result)
@@ -454,6 +448,16 @@ class Recorder(TorchFunctionMode):
                 return result
         self._add_call(call, trees, result)
         return returned
+
+    def _check_containers(self, call: ObservedCall, contents: ArgumentContents, result: Any) -> None:
+        """Find out whether a call changed containers among its arguments; raise if the model must be recorded anew."""
+        # Checked first: NewContainer and LeakyCall record again, and an object of a module that this call has changed
+        # would then hold tensors of this recording. `have_changed` raises an error for it.
+        call.changes_arguments = contents.have_changed(call.where)
+        if contents.register_containers(result):
+            raise NewContainer
+        if call.changes_arguments and contents.are_shared():
+            raise LeakyCall(call.where)
 
     def _write_arguments(self, where: str, args: Any, kwargs: Any) -> tuple[Tree, Tree]:
         """The arguments of a call as trees."""
@@ -496,7 +500,7 @@ class Recorder(TorchFunctionMode):
         has_constant = any(isinstance(self.writer.live[key], Tensor) for key in keys)
         if has_constant and (function := self._enclosing_function()):
             self.enclosing[len(self.steps)] = function
-        context = self.context.current()
+        context = self.context_tracker.current()
         self.steps.append(Call(name, target_key, is_module, *trees, results, writes, context, call.changes_arguments))
         self.lines.append(user_line())
         if call.draws and self._rng_was_set:
@@ -544,10 +548,11 @@ class Recorder(TorchFunctionMode):
         return call, result
 
     @contextmanager
-    def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[Callable[[], bool]]:
+    def _seeded(self, name_hash: int, is_shared: bool, is_python: bool) -> Iterator[Callable[[], bool]]:
         """Seed the generators for one call, in the same way as a replay does, and restore them after it.
 
-        Yields a function that returns whether the call drew from the generators of Python or numpy.
+        Those of Python and numpy only if `is_python`: a call of torch does not draw from them. Yields a function that
+        returns whether the call drew from the generators of Python or numpy.
         """
         state = torch.get_rng_state()
         # A state other than the one after the last call was set by code between calls, such as manual_seed.
@@ -555,7 +560,7 @@ class Recorder(TorchFunctionMode):
         seed = self._seed.of_call(name_hash, is_shared)
         seed_torch(seed, torch.cuda.is_initialized())
         try:
-            seeded = self._call_seeds.seeded(seed) if runs_python else nullcontext(lambda: False)
+            seeded = self._call_seeds.seeded(seed) if is_python else nullcontext(lambda: False)
             with seeded as drew_with_python, self._around_calls():
                 yield drew_with_python
         finally:
@@ -566,14 +571,14 @@ class Recorder(TorchFunctionMode):
         """Run a call on the tensors that were recorded for drawn numbers, and on the meta device if its weights are."""
         arguments = leaves((args, kwargs))
         if any(isinstance(leaf, DrawnNumber | DrawnArray) for leaf in arguments):
-            args, kwargs = transform(tuple(args), recorded_draw), transform(dict(kwargs), recorded_draw)
+            args, kwargs = map_leaves(tuple(args), recorded_draw), map_leaves(dict(kwargs), recorded_draw)
         # A model on the meta device gets a real batch. Calls without weights run on real tensors, as the model may
         # read values from them (masks, lengths); with weights, arguments go to the meta device.
         original = moved = (tuple(args), dict(kwargs))
         if call.is_on_meta:
-            moved = transform(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
+            moved = map_leaves(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
         elif any(map(_is_meta_device, arguments)):
-            moved = transform(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
+            moved = map_leaves(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
         copies = leaves(moved)
         call.given |= set(map(id, copies))
         self._running, self._is_paused = call, False
@@ -584,7 +589,7 @@ class Recorder(TorchFunctionMode):
         if moved is not original:
             # The call may have changed the copies of containers: the model continues with the originals.
             originals = {id(copy): leaf for copy, leaf in zip(copies, arguments, strict=True)}
-            copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
+            copy_into(original, map_leaves(moved, lambda leaf: originals.get(id(leaf), leaf)))
         return result
 
     # Names
@@ -619,7 +624,7 @@ class Recorder(TorchFunctionMode):
                 inside = self.table.made_inside(tensor)
                 raise LeakyCall(call.where, inside[0] if inside else "")
         result = func(*args, **kwargs)
-        call.note_function(func, args, kwargs, result, self.context.in_function_with_own_graph())
+        call.note_function(func, args, kwargs, result, self.context_tracker.in_function_with_own_graph())
         for tensor in tensors_in(result):
             if id(tensor) not in arguments and self.table.name(tensor) is None:
                 self.table.add_inside(tensor, call.where, call.number)

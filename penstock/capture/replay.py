@@ -21,7 +21,7 @@ from penstock.capture.recording import Recording
 from penstock.capture.structures import structure_of
 from penstock.capture.tensors import device_of, spec_of, tensors_in
 from penstock.errors import CaptureError
-from penstock.ir import TENSOR, Call, CallContext, Container, Guard, Ref, State, transform
+from penstock.ir import TENSOR, Call, CallContext, Container, Guard, Ref, State, map_leaves
 
 Prepared = Callable[[Values], None]
 """runs one call or checks one guard: reads its arguments from the values, and adds its results to them"""
@@ -277,7 +277,7 @@ def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        copies = transform((args, kwargs), lambda leaf: leaf)
+        copies = map_leaves((args, kwargs), lambda leaf: leaf)
         return function(*copies[0], **copies[1]), *copies
 
     return call

@@ -65,7 +65,7 @@ class VocabularyShard(nn.Module):
 
     def extra_repr(self) -> str:
         """The tokens of this shard."""
-        return f"tokens {self.start} to {self.stop} of {self.size}"
+        return f"tokens {self.start} to {self.stop - 1} of {self.size}"
 
     def forward(
         self,

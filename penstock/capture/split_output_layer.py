@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.capture.granularity import Granularity
 from penstock.capture.sharded_logits import CombineShards, ShardedLogits, VocabularyHead, VocabularyShard
 from penstock.errors import CaptureError
-from penstock.ir import Graph, leaves, transform
+from penstock.ir import Graph, leaves, map_leaves
 
 _SHARDS = "shards"
 """the attribute of a VocabularyHead that has the shards"""
@@ -48,9 +48,9 @@ def shard_vocabulary(
     names: dict[str, tuple[str, ...]] = {}
     for attribute in ("weight", "bias"):
         whole = getattr(layer, attribute)
-        alike = [name for name, parameter in named if parameter is whole]
+        all_names = [name for name, parameter in named if parameter is whole]
         # Another name comes first: under it the parameter is still part of the split model.
-        names[attribute] = tuple(sorted(alike, key=lambda name: name.startswith(own)))
+        names[attribute] = tuple(sorted(all_names, key=lambda name: name.startswith(own)))
     split = parent = _shared_copy(model)
     *around, last = head.split(".")
     for word in around:
@@ -75,7 +75,7 @@ def shard_vocabulary(
                 module=head,
                 hint="labels in the batch, loss_fn= and target= of penstock.plan, or vocabulary_shards=None",
             )
-        return transform(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
+        return map_leaves(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
 
     without_logits.__signature__ = inspect.signature(forward)
     vars(split)["forward"] = without_logits
@@ -92,8 +92,8 @@ def with_loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any]) -> nn.Module
 
     *others, last = [*signature.parameters.values(), inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY)]
     # **kwargs must be the last parameter.
-    at = len(others) - any(each.kind is each.VAR_KEYWORD for each in others)
-    loss.__signature__ = signature.replace(parameters=[*others[:at], last, *others[at:]])
+    position = len(others) - any(each.kind is each.VAR_KEYWORD for each in others)
+    loss.__signature__ = signature.replace(parameters=[*others[:position], last, *others[position:]])
     vars(copied)["forward"] = loss
     return copied
 

@@ -1,4 +1,4 @@
-"""What penstock needs to know about a tensor: its shape, gradient, memory and content. `dtypes.py` has its dtype."""
+"""Shape, gradient, memory and content of tensors. `dtypes.py` has the properties that depend on the dtype."""
 
 from itertools import chain
 

@@ -16,6 +16,7 @@ from torch._functorch import apis, eager_transforms
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.functions import Entry
+from penstock.capture.objects import UNASSIGNED, closure_contents
 from penstock.ir import flatten_one_level, unflatten_one_level
 
 TRANSFORMS = (
@@ -39,12 +40,13 @@ class TransformedCall:
     run: Callable[..., Any]
     """runs the transform on a function and its arguments"""
     function: Callable[..., Any]
+    """with a closure of its own (`with_own_closure`)"""
     modes: tuple[TorchFunctionMode, ...]
     """modes that the model entered around the call"""
 
     def __call__(self, held: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         tensors = iter(held)
-        function = _replace_tensors(self.function, lambda _: next(tensors), set())
+        function = _replace_tensors(self.function, lambda _: next(tensors), {})
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
@@ -64,33 +66,45 @@ def held_tensors(function: Callable[..., Any]) -> list[Tensor]:
         tensors.append(tensor)
         return tensor
 
-    _replace_tensors(function, collect, set())
+    _replace_tensors(function, collect, {})
     return tensors
 
 
-def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """The value with `change` applied to the tensors inside, in a fixed order."""
+def with_own_closure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the values that its closure has now: the model may change these variables after the call."""
+    return _replace_tensors(function, lambda tensor: tensor, {})
+
+
+def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], copies: dict[int, Any]) -> Any:
+    """A copy with `change` applied to the tensors inside, in a fixed order.
+
+    `copies` has those of the functions inside, by identity: a function may be reached in several ways.
+    """
     if isinstance(value, Tensor):
         return change(value)
-    if id(value) in seen:
-        # A function that refers to itself.
-        return value
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, types.FunctionType) and value.__closure__:
-        seen.add(id(value))
-        cells = [types.CellType(_replace_tensors(cell.cell_contents, change, seen)) for cell in value.__closure__]
-        function = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-        )
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         function.__kwdefaults__ = value.__kwdefaults__
+        # Before its cells are filled: the function may refer to itself.
+        copies[id(value)] = function
+        for cell, content in zip(cells, closure_contents(value), strict=True):
+            if content is not UNASSIGNED:
+                cell.cell_contents = _replace_tensors(content, change, copies)
         return function
     if isinstance(value, functools.partial):
-        parts = (_replace_tensors(part, change, seen) for part in (value.func, value.args, value.keywords))
+        parts = (_replace_tensors(part, change, copies) for part in (value.func, value.args, value.keywords))
         function, args, keywords = parts
         return functools.partial(function, *args, **keywords)
     if container := flatten_one_level(value):
-        items = [_replace_tensors(item, change, seen) for item in container.items]
+        items = [_replace_tensors(item, change, copies) for item in container.items]
         is_same = all(item is other for item, other in zip(items, container.items, strict=True))
-        return value if is_same else unflatten_one_level(container.kind, container.keys, items)
+        # Lists and dicts are always copied: they may change after the call.
+        if is_same and not isinstance(value, list | dict):
+            return value
+        return unflatten_one_level(container.kind, container.keys, items)
     return value
 
 
@@ -100,8 +114,7 @@ def _constants(value: Any, seen: set[int]) -> Any:
         return None
     if isinstance(value, types.FunctionType):
         seen.add(id(value))
-        cells = value.__closure__ or ()
-        return value.__code__, tuple(_constants(cell.cell_contents, seen) for cell in cells)
+        return value.__code__, tuple(_constants(content, seen) for content in closure_contents(value))
     if isinstance(value, functools.partial):
         return tuple(_constants(part, seen) for part in (value.func, value.args, value.keywords))
     if container := flatten_one_level(value):

@@ -2,7 +2,8 @@
 
 A new field of `Manifest` needs a default, which is left out of the document, so that manifests without it stay valid;
 encoding, decoding and their checks derive from the record, and `_make_manifest` in saving.py gives the field its value.
-FORMAT grows when an older penstock would be wrong to read the checkpoint.
+An older penstock refuses a manifest with a field that it does not know, as written by a newer one. FORMAT grows when
+the files have changed in another way.
 """
 
 import hashlib
@@ -128,7 +129,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(
             "the checkpoint has a newer format", file=path, format=version, readable=FORMAT, hint="a newer penstock"
         )
-    manifest = _decode(document.get("manifest"), path)
+    manifest = _decode(document.get("manifest"), text, path)
     try:
         # The whole text is compared, not only the digest: a manifest has exactly one valid encoding.
         is_unchanged = manifest.to_bytes() == text
@@ -146,7 +147,8 @@ def _adapter() -> Any:
     return TypeAdapter(Manifest)
 
 
-def _decode(content: Any, path: Path) -> Manifest:
+def _decode(content: Any, text: bytes, path: Path) -> Manifest:
+    """The manifest of a document; `text` is the whole document."""
     from pydantic import ValidationError
 
     try:
@@ -158,6 +160,12 @@ def _decode(content: Any, path: Path) -> Manifest:
         if isinstance(cause, DamagedError):  # of __post_init__
             raise DamagedError(cause.problem, file=path, hint=cause.hint, **cause.values) from None
         key = ".".join(map(str, first["loc"]))[:200]
+        has_unknown_fields = all(each["type"] == "unexpected_keyword_argument" for each in error.errors())
+        # Damage would have changed the digest.
+        if has_unknown_fields and document_with_digest(content) == text:
+            raise CheckpointError(
+                "the checkpoint was written by a newer penstock", file=path, unknown=key, hint="a newer penstock"
+            ) from None
         raise DamagedError("the manifest cannot be read", file=path, key=key, reason=first["msg"]) from None
 
 

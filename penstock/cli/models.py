@@ -86,9 +86,9 @@ def on_device(value: Any, device: Any) -> Any:
     """A value in which all tensors are on a device."""
     from torch import Tensor
 
-    from penstock.ir import transform
+    from penstock.ir import map_leaves
 
-    return transform(value, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+    return map_leaves(value, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
 def source_of(target: str) -> Path:

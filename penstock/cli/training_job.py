@@ -1,6 +1,7 @@
 """The flags of `penstock train`, a run of it as every rank receives it, and the function that every rank runs.
 
-The options of the training loop (`api/train_options.py`) and of the plan (`plan.py`) are flags too.
+The options of the training loop (`api/train_options.py`) and of the plan (`plan.py`) are flags too. A run that resumes
+reports every option that has changed, except those in `_UNREPORTED`.
 """
 
 import math
@@ -78,6 +79,10 @@ class TrainFlags:
     deadline: Annotated[
         float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")
     ] = 60.0
+
+
+_UNREPORTED = frozenset(("eval_data", "callback", "replicas", "device", "deadline", "eval_every", "log"))
+"""options of TrainFlags and TrainOptions that do not change what is learned from the data"""
 
 
 @dataclass(frozen=True)
@@ -294,10 +299,9 @@ def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "
     saved = loaded.extra.get(TRAIN_OPTIONS) if isinstance(loaded.extra, dict) else None
     before: dict[str, Any] = saved if isinstance(saved, dict) else {}
     now = asdict(flags) | asdict(options)
-    unimportant = {"eval_data", "callback", "replicas", "device", "deadline", "eval_every", "log"}
-    if options.lr_schedule in (None, "constant"):
-        unimportant.add("steps")  # the learning rate does not depend on it
-    changed = [name for name in now if name in before and name not in unimportant and before[name] != now[name]]
+    # A constant learning rate does not depend on the number of steps.
+    unreported = _UNREPORTED | {"steps"} if options.lr_schedule in (None, "constant") else _UNREPORTED
+    changed = [name for name in now if name in before and name not in unreported and before[name] != now[name]]
     for group in optimizer.param_groups:
         if "lr" in changed and ":" not in flags.optimizer:
             group["lr"] = group["initial_lr"] = flags.lr

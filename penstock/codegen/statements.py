@@ -50,8 +50,7 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
             managers = []
             if context.grad is not None:
                 managers.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
-            if context.autocast is not None:
-                device, is_enabled, dtype = context.autocast
+            for device, is_enabled, dtype in context.autocast:
                 enabled = "" if is_enabled else ", enabled=False"
                 managers.append(f'torch.autocast("{torch.device(device)}", dtype={dtype}{enabled})')
             found.append(f"{indent}with {', '.join(managers)}:")

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.batches import microbatch_sizes
+from penstock.batches import microbatch_sizes, split_tensor
 from penstock.capture import dtype_name, spec_of
 from penstock.errors import PenstockWarning, RunError
 from penstock.flat.topology import DATA, TENSOR, FlatPipeline, topology
@@ -138,8 +137,8 @@ def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, 
         sizes = int(-smallest), int(largest)
         raise RunError("all ranks must have batches of the same size", sizes=sizes).on_all_ranks()
     sizes = microbatch_sizes(int(largest), num_microbatches)
-    spans = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
-    return _SplitInputs(sizes, tuple(tuple(tensor.narrow(0, *span) for tensor in given) for span in spans))
+    columns = [split_tensor(tensor, sizes) for tensor in given]
+    return _SplitInputs(sizes, tuple(tuple(column[index] for column in columns) for index in range(len(sizes))))
 
 
 def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: int) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.api.forward_pass import ForwardPass
 from penstock.api.pipeline import Pipeline
 from penstock.capture import is_inexact
-from penstock.ir import named_leaves, transform
+from penstock.ir import map_leaves, named_leaves
 
 
 class PipelineOutput(dict[str, Any]):
@@ -63,10 +63,10 @@ class PipelineModel(nn.Module):
             outputs = self._outputs(forward_pass.outputs)
             if not torch.is_grad_enabled():
                 return outputs
-            leaves = transform(outputs, _autograd_leaf)
+            leaves = map_leaves(outputs, _autograd_leaf)
             self._calls.append((forward_pass, leaves))
             # Copies, because the loss may be changed in place, which is not allowed for leaves.
-            return transform(leaves, _clone_leaf)
+            return map_leaves(leaves, _clone_leaf)
         with self.autocast():
             result = self._pipe[0].eval(*args, **inputs, return_outputs=self.keeps_outputs)
         if result.outputs is None:
@@ -87,7 +87,7 @@ class PipelineModel(nn.Module):
             is_half = leaf.dtype in (torch.float16, torch.bfloat16)
             return leaf.float() if is_half and self._autocast_dtype is not None else leaf
 
-        found = transform(outputs, changed)
+        found = map_leaves(outputs, changed)
         if hasattr(found, "items"):
             return PipelineOutput({name: value for name, value in found.items() if value is not None})
         return found

@@ -10,7 +10,8 @@ The files, in the order in which to read them:
     orders.py             the orders of all ranks as one array, and the dependencies between their actions
     schedule.py           Schedule and Program: orders before and after lowering
     costs.py              seconds and bytes per stage; training_state.py: gradients and optimizer
-    cluster.py            ranks, memory and links; devices.py: speed of a device, presets
+    cluster.py            ranks, memory and links; overhead.py: CPU seconds of the runtime
+    devices.py            speed of a device, presets
     order_times.py        runs orders to their end, or to where they block
     trace.py              when every action and message of a step happened
     plan.py               the choices for one model, with the predicted step; run.py: a training that followed them
@@ -48,7 +49,7 @@ from penstock.ir.action import (
 )
 from penstock.ir.arguments import as_int, choices_text, did_you_mean, find_named, is_count, is_finite, parse_bytes
 from penstock.ir.batch_split_rules import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
-from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, LinkSpeed, MessageCpu, Overhead, Replicas
+from penstock.ir.cluster import MAX_RANKS, Cluster, Link, LinkRates, LinkSpeed, Replicas
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
@@ -57,6 +58,7 @@ from penstock.ir.containers import (
     flatten_one_level,
     is_attributes_only,
     leaves,
+    map_leaves,
     named_arguments,
     named_inputs,
     named_leaves,
@@ -64,7 +66,6 @@ from penstock.ir.containers import (
     register_attributes,
     register_container,
     signature_of,
-    transform,
     unflatten_one_level,
 )
 from penstock.ir.costs import MessageCost, StageCosts, compute_stage_costs
@@ -114,6 +115,7 @@ from penstock.ir.orders import (
     peer_of,
     stage_of,
 )
+from penstock.ir.overhead import MessageCpu, Overhead
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search

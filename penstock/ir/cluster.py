@@ -1,6 +1,5 @@
 """The hardware: ranks, their memory and speed, and the links between them."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, is_count, is_finite, parse_bytes
 from penstock.ir.costs import StageCosts
+from penstock.ir.overhead import Overhead
 from penstock.ir.placement import Cuts, Placement
 
 MAX_RANKS = 65536
@@ -137,72 +137,6 @@ class Replicas:
         nodes = -(-self.count // here)
         within = LinkSpeed(bandwidth=self.node_bandwidth, latency=self.node_latency).ring_seconds(here, num_bytes)
         return within + LinkSpeed(bandwidth=self.bandwidth, latency=self.latency).ring_seconds(nodes, num_bytes / here)
-
-
-@dataclass(frozen=True)
-class MessageCpu:
-    """CPU seconds of messages of one size, beyond those of a message without content."""
-
-    bytes: int
-    """bytes of the message"""
-    send_seconds: float
-    """of the rank that sends it"""
-    receive_seconds: float
-    """of the rank that receives it"""
-
-    def __post_init__(self) -> None:
-        if not is_count(self.bytes):
-            raise CostError("bytes of a message must be a whole number, 1 or more", got=repr(self.bytes))
-        for name in ("send_seconds", "receive_seconds"):
-            _check_seconds(name, getattr(self, name))
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Seconds of a rank's CPU that the runtime takes besides the model.
-
-    Unlike the latency of a link, they occupy the rank, so nothing hides them. `Cluster.costs_on_ranks` adds those of
-    passes and messages to the costs of stages, and `simulate` begins with those of the step.
-    """
-
-    pass_seconds: float = 0.0
-    """of every forward and of every backward, split or not; a weight gradient only runs what that prepared"""
-    message_seconds: float = 0.0
-    """of every message, at the sender and again at the receiver"""
-    step_seconds: float = 0.0
-    """of every step, in which all ranks synchronise"""
-    messages: tuple[MessageCpu, ...] = ()
-    """further seconds of messages by their size, smallest first; linear between sizes and beyond the last one"""
-
-    def __post_init__(self) -> None:
-        for name in ("pass_seconds", "message_seconds", "step_seconds"):
-            _check_seconds(name, getattr(self, name))
-        object.__setattr__(self, "messages", tuple(self.messages))
-        sizes = [each.bytes for each in self.messages]
-        if sizes != sorted(set(sizes)):
-            raise CostError("messages must have ascending sizes", got=sizes)
-
-    def send_seconds(self, num_bytes: float) -> float:
-        """CPU seconds that a rank takes to send a message of this size."""
-        return self.message_seconds + self._by_size(num_bytes, [each.send_seconds for each in self.messages])
-
-    def receive_seconds(self, num_bytes: float) -> float:
-        """CPU seconds that a rank takes to receive a message of this size."""
-        return self.message_seconds + self._by_size(num_bytes, [each.receive_seconds for each in self.messages])
-
-    def _by_size(self, num_bytes: float, seconds: list[float]) -> float:
-        if not seconds:
-            return 0.0
-        sizes, seconds = [0, *(each.bytes for each in self.messages)], [0.0, *seconds]
-        last = max(min(bisect_left(sizes, num_bytes), len(sizes) - 1), 1)
-        share = (num_bytes - sizes[last - 1]) / (sizes[last] - sizes[last - 1])
-        # A rate of the last two sizes that is below 0, by noise, must not make larger messages free.
-        return max(seconds[last - 1] + share * (seconds[last] - seconds[last - 1]), 0.0)
-
-
-def _check_seconds(name: str, value: float) -> None:
-    if not is_finite(value) or value < 0:
-        raise CostError(f"{name} must be finite seconds, 0 or more", got=repr(value))
 
 
 def _check_link(latency: float, bandwidth: float | None) -> None:

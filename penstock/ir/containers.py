@@ -178,12 +178,12 @@ def _add_leaves(thing: object, found: list[object]) -> None:
         _add_leaves(item, found)
 
 
-def transform(thing: object, change: Callable[[object], Any]) -> Any:
+def map_leaves(thing: object, change: Callable[[object], Any]) -> Any:
     """The structure with `change` applied to every leaf."""
     parts = flatten_one_level(thing)
     if parts is None:
         return change(thing)
-    return unflatten_one_level(parts.kind, parts.keys, [transform(item, change) for item in parts.items])
+    return unflatten_one_level(parts.kind, parts.keys, [map_leaves(item, change) for item in parts.items])
 
 
 def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:

@@ -1,12 +1,15 @@
 """Seconds and bytes per stage, and their computation from a Profile and a Partition.
 
-The cost model is in four places: the costs of stages here, those of messages and of the machine in `cluster.py` (Link,
-Overhead, slowness), memory that is not of one pass in `training_state.py`, and how they add up in time in
-`order_times.py`.
+The cost model is in five places: the costs of stages here, those of messages and of the machine in `cluster.py` (Link,
+slowness), the CPU time of the runtime in `overhead.py`, memory that is not of one pass in `training_state.py`, and how
+they add up in time in `order_times.py`.
 
-A new term of passes, such as the seconds of a collective, is a field of NodeCost and a field of the same name of
-StageCosts, with the metadata SECONDS or BYTES, by which code that treats all terms alike finds it (checks, sums over
-nodes, scaling, means, JSON). Its effect is stated in `NodeCost.seconds_of` and in `StageCosts.seconds` or `allocated`.
+A time that every pass, message or step takes, whatever the model, is a field of Overhead. A term that depends on the
+nodes, such as the seconds of a collective inside them, is a field of NodeCost and a field of the same name of
+StageCosts, with the metadata SECONDS, by which code that treats all seconds alike finds it (checks, sums over nodes,
+scaling, means). Its effect is stated in `NodeCost.seconds_of` and in `StageCosts.seconds`. Bytes of nodes are fields of
+NodeBytes or SavedTensors; `compute_stage_costs` adds them up to a field of StageCosts with the metadata BYTES, whose
+effect is stated in `StageCosts.allocated`.
 """
 
 from collections import Counter

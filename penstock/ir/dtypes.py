@@ -1,4 +1,8 @@
-"""The dtypes that are supported, by torch's names; `capture/dtypes.py` has what depends on them in torch."""
+"""The dtypes that are supported, by torch's names.
+
+`capture/dtypes.py` has the properties that torch gives them, and `DTYPES` in `checkpoint/tensor_file.py` those that
+checkpoints can hold.
+"""
 
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),

@@ -16,11 +16,12 @@ import numpy as np
 
 from penstock.errors import FormatError, PenstockError
 from penstock.ir.batch_split_rules import Ragged, Rows
-from penstock.ir.cluster import Cluster, Link, MessageCpu, Overhead, Replicas
+from penstock.ir.cluster import Cluster, Link, Replicas
 from penstock.ir.costs import MessageCost, StageCosts
 from penstock.ir.devices import DeviceSpeed
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import Orders
+from penstock.ir.overhead import MessageCpu, Overhead
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Search

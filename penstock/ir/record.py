@@ -43,13 +43,13 @@ Tree: TypeAlias = Ref | State | ObjectRef | Container | bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Grad mode and autocast of a call, None where they are those of the whole forward.
+    """Grad mode and autocast of a call, None and empty where they are those of the whole forward.
 
-    `autocast` is (device type, enabled, dtype name).
+    `autocast` has (device type, enabled, dtype name) for each device type for which it differs.
     """
 
     grad: bool | None = None
-    autocast: tuple[str, bool, str] | None = None
+    autocast: tuple[tuple[str, bool, str], ...] = ()
 
 
 TENSOR = "*"

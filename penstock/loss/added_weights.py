@@ -44,7 +44,7 @@ class AddedLosses:
         kinds, size = [loss.reduction for loss in added], step.microbatches[microbatch].size
         if size != num_samples and None in kinds:
             recording = step.recordings[microbatch]
-            detected_kinds = self._kinds.get(
+            detected_kinds = self._kinds.get_or_make(
                 (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
             )
             kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]

@@ -20,7 +20,7 @@ from penstock.capture import (
     uncompiled,
 )
 from penstock.errors import PenstockError, RunError
-from penstock.ir import flatten_one_level, leaves, listed, named_leaves, transform
+from penstock.ir import flatten_one_level, leaves, listed, map_leaves, named_leaves
 from penstock.loss.find_losses import SINGLE, losses_of_function
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
 from penstock.loss.samples import LARGE, SMALL_SCALE, SampleRange, artificial_output, join, sample_dims
@@ -127,9 +127,9 @@ class LossFunction:
             }
             output = join([outputs[dtype][number] for number in chosen], dims)
             target = Microbatch.join([taken[number] for number in chosen]).target
-            target = transform(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
+            target = map_leaves(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
             # A copy: the function may write into it.
-            result = self._call(output, transform(target, _clone), inputs)
+            result = self._call(output, map_leaves(target, _clone), inputs)
             if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
@@ -176,7 +176,7 @@ class LossFunction:
         tensors = [*self._state.buffers(), *self._state.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         # A copy: the function may write into it.
-        copy = transform(output, _clone)
+        copy = map_leaves(output, _clone)
         with tracker, ConstantRandomness() if self._is_random else nullcontext():
             loss = losses_of_function(self._loss_fn(copy, target))[self._name]
         self.dtype = tracker.dtype

@@ -123,7 +123,7 @@ class LossWeights:
 
     def loss_values(self, recording: Recording) -> dict[str, str]:
         """The values that are the losses of a model that returns them, by the names of the losses."""
-        return self._loss_values.get(recording, lambda: loss_values(recording))
+        return self._loss_values.get_or_make(recording, lambda: loss_values(recording))
 
     def losses(self, output: Any, target: Any) -> dict[str, Any]:
         """The losses of the loss function, by name."""
@@ -158,7 +158,7 @@ class LossWeights:
             if mixed_inputs is not None:
                 # The evaluation has shown where samples interact: `warnings` need not run the model again.
                 model = self._captured.model
-                self._interactions.get(recording, lambda: interaction_warnings(model, recording, mixed_inputs))
+                self._interactions.get_or_make(recording, lambda: interaction_warnings(model, recording, mixed_inputs))
         return step.weights
 
     def warnings(self, step: LossStep) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.batches import Microbatch
 from penstock.errors import RunError
-from penstock.ir import choices_text, transform
+from penstock.ir import choices_text, map_leaves
 from penstock.loss.find_weights import INSEPARABLE, Decision
 from penstock.loss.reductions import REDUCTIONS, Count, Piece
 
@@ -42,7 +42,7 @@ def reference_sample(microbatch: Microbatch) -> Microbatch:
         return torch.ones_like(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     sample = microbatch.take(0, 1)
-    args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
+    args, kwargs, target = map_leaves((sample.args, sample.kwargs, sample.target), ones)
     return sample._replace(args=args, kwargs=kwargs, target=target)
 
 

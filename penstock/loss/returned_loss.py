@@ -29,7 +29,7 @@ from penstock.capture import (
     without_cache,
     without_user_hooks,
 )
-from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, leaves, transform, unflatten_one_level
+from penstock.ir import Call, Container, Graph, Parts, Ref, Tree, copy_into, leaves, map_leaves, unflatten_one_level
 from penstock.loss.add_loss import collect_added
 from penstock.loss.find_losses import SINGLE, losses_of
 from penstock.loss.interactions import InputComparison
@@ -120,7 +120,7 @@ class ModelLoss:
         state = self.captured.model.state_dict(keep_vars=True)
         written = {name for update in self.recording.graph.updates for name in update.names} & state.keys()
         before = {name: state[name].detach().clone() for name in written}
-        arguments = transform(noise.batch(chosen), copy_leaf)
+        arguments = map_leaves(noise.batch(chosen), copy_leaf)
         is_random = any(node.is_random for node in self.recording.graph.nodes)
         with (
             intercept_modules(self.captured.model, forward.call_module),
@@ -330,7 +330,7 @@ class _NoisyForward:
         changed = {length: now for length, now in lengths if length != now}
         if noise.is_ambiguous(fresh, changed, {length for length, now in lengths if length == now}):
             # The result of the block itself shows which dimension holds the samples.
-            args, kwargs = transform(arguments, copy_leaf)
+            args, kwargs = map_leaves(arguments, copy_leaf)
             # A block whose parameters are on another rank may raise anything.
             with suppress(Exception), torch.no_grad(), collect_added(lambda added: None):
                 noise.set_shapes(call, block(*args, **kwargs))

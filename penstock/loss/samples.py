@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.capture import in_precision, is_inexact, is_integer
-from penstock.ir import leaves, transform
+from penstock.ir import leaves, map_leaves
 
 LARGE = 1 << 20
 """entries of an output above which only few samples are evaluated at a time, and in float32 instead of float64"""
@@ -58,7 +58,7 @@ def join(structures: Sequence[Any], dims: Dims) -> Any:
             for column, dim in zip(zip(*map(leaves, structures), strict=True), dims, strict=True)
         ]
     )
-    return transform(structures[0], lambda leaf: next(joined))
+    return map_leaves(structures[0], lambda leaf: next(joined))
 
 
 def repeat_positions(output: Any, size: int, length: int, new_length: int) -> Any:
@@ -74,7 +74,7 @@ def repeat_positions(output: Any, size: int, length: int, new_length: int) -> An
             return leaf.unflatten(0, (size, length)).index_select(1, positions).flatten(0, 1)
         return leaf
 
-    return output if length == new_length else transform(output, repeated)
+    return output if length == new_length else map_leaves(output, repeated)
 
 
 def choose_parts(
@@ -153,4 +153,4 @@ def artificial_output(
                 picked = torch.randn(picked.shape, **options).to(picked.dtype) * scale
         return picked.detach().requires_grad_()
 
-    return transform(output, make)
+    return map_leaves(output, make)

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import MODULE_ATTRIBUTES, code_lines, code_origin, device_of, object_items
-from penstock.ir import Container, Graph, Node, ObjectRef, Ref, State, Tree
+from penstock.ir import Container, Graph, Node, NodeBytes, NodeCost, ObjectRef, Ref, SavedTensors, State, Tree
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import Memory
 from penstock.measure.timing import device_name
@@ -39,8 +39,11 @@ def profile_key(subject: MeasuredModel) -> str:
     code = _digest(sorted({_class_source(kind) for kind in kinds if code_origin(kind.__module__) != "torch"}))
     device = device_of(subject.model)
     kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+    # A cached profile without a new field would have its default, as if the field had been measured.
+    cost_fields = [each.name for record in (NodeCost, NodeBytes, SavedTensors) for each in fields(record)]
     parts = (
         _METHOD,
+        cost_fields,
         subject.graph.fingerprint,
         code,
         device_name(device),

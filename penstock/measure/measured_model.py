@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import Captured, Replay, copy_leaf, isolated, storage_id, tensors_in, without_accumulation_hooks
-from penstock.ir import Call, Graph, Node, prune_gradients, transform
+from penstock.ir import Call, Graph, Node, map_leaves, prune_gradients
 from penstock.stages import DeferredAccumulator, ForwardRun
 
 Values = dict[str, Any]
@@ -130,7 +130,7 @@ class MeasuredModel:
 
     def prepare_whole(self) -> Callable[[], list[Tensor]]:
         """A function that runs the unsplit model on its example and returns the tensors that backward starts from."""
-        args, kwargs = transform(self._captured.example, copy_leaf)
+        args, kwargs = map_leaves(self._captured.example, copy_leaf)
         names = self._captured.output_names(self._captured.example_recording)
 
         def forward() -> list[Tensor]:

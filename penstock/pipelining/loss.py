@@ -3,12 +3,11 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.batches import Microbatch, SampleAxis, microbatch_sizes
+from penstock.batches import Microbatch, SampleAxis, microbatch_sizes, split_tensor
 from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import flatten_one_level, named_leaves, unflatten_one_level
@@ -128,8 +127,7 @@ def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, axes:
             raise RunError(problem, target=name, rows=len(value), microbatches=count, hint="a smaller n_microbatches")
         rows = len(value) // sum(sizes) if sizes else 1
         axes[name] = SampleAxis(0, rows)
-        ends = [size * rows for size in accumulate(sizes or microbatch_sizes(len(value), count))]
-        return list(value.tensor_split(ends[:-1]))
+        return split_tensor(value, [size * rows for size in sizes or microbatch_sizes(len(value), count)])
     parts = flatten_one_level(value)
     if parts is None:
         return [value] * count

@@ -4,13 +4,12 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.batches import microbatch_sizes
+from penstock.batches import microbatch_sizes, split_tensor
 from penstock.capture import register_containers
 from penstock.errors import RunError
 from penstock.ir import flatten_one_level, unflatten_one_level
@@ -143,9 +142,7 @@ def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[
             microbatches=chunks,
             hint=f"n_microbatches={tensor.shape[dim]}, or _Replicate in the chunk spec of the argument",
         )
-    ends = tuple(accumulate(microbatch_sizes(tensor.shape[dim], chunks)))
-    # Unlike the results of split, those of tensor_split can be written in place.
-    return tensor.tensor_split(ends[:-1], dim)
+    return split_tensor(tensor, microbatch_sizes(tensor.shape[dim], chunks), dim)
 
 
 def _is_block_mask(value: Any) -> bool:

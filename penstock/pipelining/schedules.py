@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.batches import Microbatch, microbatch_sizes
 from penstock.capture import spec_of
 from penstock.errors import PenstockWarning, RunError, ScheduleError
-from penstock.ir import Cuts, Kind, Program, Schedule, as_int, is_finite, leaves, transform
+from penstock.ir import Cuts, Kind, Program, Schedule, as_int, is_finite, leaves, map_leaves
 from penstock.passes import DEFAULT_PASSES, lower, verify
 from penstock.pipelining.actions import (
     CustomFunction,
@@ -432,7 +432,7 @@ class _ScheduleStage(UserStage):
             stage.check_values(values, stage.output_args, "outputs")
             return StageOutput(values)
         if step.given.keeps_outputs:
-            step.outputs[microbatch] = transform(output, _detached)
+            step.outputs[microbatch] = map_leaves(output, _detached)
         if loss is None or step.targets is None:
             return StageOutput(())
         return StageOutput((), partial(loss.loss, microbatch, output))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Batch
-from penstock.capture import Recording
+from penstock.capture import ARITHMETIC_DTYPES, Recording
 from penstock.errors import RunError
 from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
@@ -37,7 +37,7 @@ from penstock.runtime.loss_head import LossHead, WarningCause
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
-from penstock.runtime.step import LOSS_DTYPES, NO_LOSS, LossVote, Result, Step
+from penstock.runtime.step import NO_LOSS, LossVote, Result, Step
 from penstock.runtime.step_compiler import Edges, compile_ranks
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
@@ -510,7 +510,7 @@ class AsyncEngine(Engine):
             if kind <= NO_LOSS:
                 batch.result.set(Result(None, ()))
                 continue
-            loss_dtype = LOSS_DTYPES[int(dtype)]
+            loss_dtype = ARITHMETIC_DTYPES[int(dtype)]
             losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
             loss = torch.tensor(total + added, dtype=torch.float64).to(loss_dtype)
             batch.result.set(Result(loss, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))

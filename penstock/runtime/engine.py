@@ -22,9 +22,9 @@ from penstock.batches import (
     explain_failure,
     microbatch_kinds,
 )
-from penstock.capture import LruCache, Recording, is_inexact, set_mode
+from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan, leaves, transform
+from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.batch_comparison import BatchComparison
@@ -45,7 +45,7 @@ from penstock.runtime.model_part import ModelPart
 from penstock.runtime.nonfinite import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger
-from penstock.runtime.step import LOSS_DTYPES, NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
+from penstock.runtime.step import NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_parallel import raise_on_all_ranks
@@ -191,7 +191,7 @@ class Engine:
             boundary.append((value, leaf))
             return leaf.clone()  # the model may write into it
 
-        return transform(batch, detached), boundary
+        return map_leaves(batch, detached), boundary
 
     def evaluate(
         self,
@@ -456,7 +456,7 @@ class Engine:
     def _compiled(self, step: Step) -> CompiledStep:
         """The compiled step for the recordings of a batch; compiled now if it is the first with these recordings."""
         kind = step.is_training, step.recordings
-        return self._compiled_steps.get(kind, lambda: self._compiler.compile(*kind))
+        return self._compiled_steps.get_or_make(kind, lambda: self._compiler.compile(*kind))
 
     def _size_and_loss(self, step: Step, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
@@ -607,7 +607,7 @@ class Engine:
             skipped = self._handle_nonfinite(step, compiled, -negated_output, last_bad_gradient)
         elif num_differing:
             raise_on_all_ranks(groups, difference)
-        count, loss_dtype = len(step.microbatches), LOSS_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
+        count, loss_dtype = len(step.microbatches), ARITHMETIC_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
         return Result(
             loss=torch.tensor((total + added) / groups.num_pipelines, dtype=loss_dtype) if kind > NO_LOSS else None,
             losses=tuple(torch.tensor(losses_and_weights[:count], dtype=loss_dtype).unbind()),

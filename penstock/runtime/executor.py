@@ -26,7 +26,7 @@ from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.nonfinite import NonfiniteProbe
 from penstock.runtime.step import Step
 from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
-from penstock.stages import StageRun
+from penstock.stages import StageRun, add_gradient
 
 _LOG = logging.getLogger(__name__)
 Thunk = Callable[[], None]
@@ -197,8 +197,7 @@ class StageRunner:
         for names, slot in stage_pass.incoming:
             for name, gradient in zip(names, slot.take(), strict=True):
                 if gradient is not None:
-                    sum_so_far = gradients.get(name)
-                    gradients[name] = gradient if sum_so_far is None else sum_so_far + gradient
+                    add_gradient(gradients, name, gradient)
         if stage_pass.splits_backward:
             returned = self._runs[stage, microbatch].input_grad(gradients)
         else:

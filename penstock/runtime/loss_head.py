@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, Recording
+from penstock.capture import ARITHMETIC_DTYPES, Captured, Recording
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import Partition, listed, transform
+from penstock.ir import Partition, listed, map_leaves
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.scaler import GradScaler
@@ -66,7 +66,7 @@ class LossHead:
         values = {**step.inputs[microbatch], **stage_outputs}
         output = self._captured.output(recording, values)
         if step.keeps_outputs:
-            step.outputs[microbatch] = transform(output, _detached)
+            step.outputs[microbatch] = map_leaves(output, _detached)
         if self.has_loss_fn:
             if not step.is_training and target is None:
                 return None
@@ -149,13 +149,14 @@ class LossHead:
 
 
 def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
-    """A loss as a scalar; raises a RunError if it is not one floating-point number."""
+    """A loss as a scalar; raises a RunError if it is not one number with a dtype of `ARITHMETIC_DTYPES`."""
     which = {"loss": name} if name else {}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
-    if not loss.is_floating_point():
-        raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
+    if loss.dtype not in ARITHMETIC_DTYPES:
+        problem = "a loss must be a floating-point number of 16 bits or more"
+        raise RunError(problem, **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
     scalar = loss if type(loss) is Tensor else full_tensor(loss)
     return scalar if scalar.dim() == 0 else scalar.reshape(())

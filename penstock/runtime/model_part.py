@@ -204,7 +204,7 @@ class ModelPart:
         lines = [*self._description]
         if self._describes_recordings:
             for recording in dict.fromkeys(recordings):
-                lines += self._recording_descriptions.get(recording, partial(describe_recording, recording))
+                lines += self._recording_descriptions.get_or_make(recording, partial(describe_recording, recording))
         return lines
 
     def check_weights(self) -> None:

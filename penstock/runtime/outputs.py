@@ -88,7 +88,7 @@ class OutputMerger:
 
         def joined() -> Any:
             key = id(recordings[0]), id(recordings[1])
-            return self._joined.get(key, lambda: (recordings[:2], self._record_joined(microbatches)))[1]
+            return self._joined.get_or_make(key, lambda: (recordings[:2], self._record_joined(microbatches)))[1]
 
         sizes = [microbatch.size for microbatch in microbatches]
         names = self._captured.output_names(recordings[0])

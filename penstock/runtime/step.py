@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches import Microbatch
-from penstock.capture import Recording, restore_content
+from penstock.capture import ARITHMETIC_DTYPES, Recording, restore_content
 from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.planner import TokenGroup
@@ -16,8 +16,6 @@ from penstock.runtime.host_memory import read_scalars
 from penstock.runtime.model_part import BufferName
 from penstock.runtime.nonfinite import Extremes
 
-LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""the dtypes that a loss may have; ranks exchange the index in this tuple"""
 NO_LOSS, ONE_LOSS, NAMED_LOSSES = 0.0, 1.0, 2.0
 """kinds of steps: without a loss, with one, with several by name"""
 
@@ -97,7 +95,7 @@ class LossVote(NamedTuple):
     """the sum of the losses that `add_loss` added in stages of this process"""
     kind: float = NO_LOSS
     dtype: float = -1.0
-    """index in LOSS_DTYPES"""
+    """index in ARITHMETIC_DTYPES"""
     content: tuple[float, ...] = ()
     """the loss of every microbatch, then the weight of every microbatch"""
 
@@ -113,7 +111,7 @@ class LossVote(NamedTuple):
         values, weights = losses.tolist(), [weight * step.scale for weight in step.weights]
         # A microbatch of weight 0 does not count, even if its loss is NaN.
         total = sum([weights[index] * values[index] for index in step.losses if weights[index]])
-        kind, dtype = NAMED_LOSSES if step.weights_by_loss else ONE_LOSS, LOSS_DTYPES.index(losses.dtype)
+        kind, dtype = NAMED_LOSSES if step.weights_by_loss else ONE_LOSS, ARITHMETIC_DTYPES.index(losses.dtype)
         return cls(total, added, kind, float(dtype), (*values, *weights))
 
 

@@ -96,7 +96,7 @@ class StepCompiler:
         """Lower the schedule for microbatches with these recordings, and compile it for each rank."""
         edges = self.edges(is_training, recordings)
         cuts = self.cuts(edges)
-        program = self._programs.get(
+        program = self._programs.get_or_make(
             (is_training, len(edges), cuts), lambda: self._lower(is_training, len(edges), cuts)
         )
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
@@ -157,7 +157,7 @@ class StepCompiler:
                 for crossing in partition.crossings(graph)
             }
 
-        return self._edges.get((recording, roots, is_training), find)
+        return self._edges.get_or_make((recording, roots, is_training), find)
 
 
 def compile_ranks(

@@ -233,6 +233,7 @@ class UserStageEngine:
         self.groups, self.sync = groups, RankSync(groups)
         self.runner = UserStageRunner(groups, num_stages, stages)
         self._described = DescribedTransport(groups, device)
+        # The "auto" transport: hand-written stages have no option to ask for another.
         self._transport = make_transport(groups, device)
         self._compiled: LruCache[Hashable, RankProgram] = LruCache(_MAX_COMPILED)
         self._specs: LruCache[Hashable, _Specs] = LruCache(_MAX_COMPILED)
@@ -268,7 +269,7 @@ class UserStageEngine:
         edges = (
             specs.edges if specs else [{edge: Crossing(*edge, (_DESCRIBED,)) for edge in program.cuts.edges}] * count
         )
-        compiled = self._compiled.get(
+        compiled = self._compiled.get_or_make(
             (key, shapes if specs else None),
             lambda: adapt(*compile_ranks(program, edges, self.groups.own_ranks, runner, transport)),
         )

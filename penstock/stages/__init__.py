@@ -20,6 +20,6 @@ from penstock.stages.cut_checks import check_guards
 from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.layer_list import LayerList
 from penstock.stages.ownership import Ownership, parameter_ranks
-from penstock.stages.sequence import StageSequence, split
+from penstock.stages.sequence import StageSequence, add_gradient, split
 from penstock.stages.stage import PartitionedModel, Stage
 from penstock.stages.stage_run import ForwardRun, StageRun

@@ -18,7 +18,7 @@ from penstock.capture import (
     without_accumulation_hooks,
 )
 from penstock.errors import PartitionError
-from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, transform
+from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, map_leaves
 from penstock.stages.sequence import StageSequence
 
 _SEED = 7
@@ -56,7 +56,7 @@ def _run_step(
     """The tensors of one forward and backward from a fixed seed, by name; the model is left as it was."""
     model = captured.model
     with isolated(model, _SEED), without_accumulation_hooks(model):
-        output = run(*transform(args, copy_leaf), **transform(kwargs, copy_leaf))
+        output = run(*map_leaves(args, copy_leaf), **map_leaves(kwargs, copy_leaf))
         outputs = tensors_in(output)
         # Random gradients: with ones, errors that cancel out in a sum would not show.
         generator = torch.Generator().manual_seed(_SEED)

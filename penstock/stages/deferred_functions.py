@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, mm, nn
 from torch.nn import functional
 
+from penstock.capture import ARITHMETIC_DTYPES
 from penstock.stages.deferral import Deferral, DeferringFunction
 
 _PLAIN_TYPES = (Tensor, nn.Parameter)
@@ -21,7 +22,6 @@ _VIEWS = frozenset(
 )
 """views through which a parameter may be used, as one expert's matrix in a stacked tensor: their backward saves
 nothing, so it can run twice"""
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _can_defer(x: Tensor, weight: Tensor) -> bool:
@@ -35,7 +35,7 @@ def _can_defer_bias(bias: Tensor | None) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in ARITHMETIC_DTYPES or tensor.layout is not torch.strided:
         return False
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:

@@ -75,7 +75,7 @@ class StageSequence:
         for position, output_gradient in gradients.items():
             gradient = torch.ones_like(self._outputs[position]) if output_gradient is None else output_gradient
             if names[position]:
-                _add(pending, names[position], gradient)
+                add_gradient(pending, names[position], gradient)
             else:
                 # The model returns a parameter, which no stage makes.
                 torch.autograd.backward(self._outputs[position], gradient)
@@ -86,11 +86,11 @@ class StageSequence:
                 run.weight_grad()
             for name, input_gradient in returned.items():
                 if input_gradient is not None:
-                    _add(pending, name, input_gradient)
+                    add_gradient(pending, name, input_gradient)
         self._runs = []
 
 
-def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+def add_gradient(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
     """Add a gradient to that of its value: several stages may read the value, and each returns a gradient."""
     sum_so_far = gradients.get(name)
     gradients[name] = gradient if sum_so_far is None else sum_so_far + gradient

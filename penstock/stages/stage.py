@@ -55,7 +55,7 @@ class PartitionedModel:
             leaving[-1].update(dict.fromkeys(graph.outputs))
             return Fit(nodes, list(map(tuple, leaving)))
 
-        return self._fits.get(recording, make)
+        return self._fits.get_or_make(recording, make)
 
 
 class Stage(nn.Module):
@@ -139,7 +139,7 @@ class Stage(nn.Module):
 
     def _replay(self, recording: Recording) -> Replay:
         """The calls of this stage in a recording, prepared once."""
-        return self._replays.get((recording, self.recomputes), lambda: self._prepare_replay(recording))
+        return self._replays.get_or_make((recording, self.recomputes), lambda: self._prepare_replay(recording))
 
     def _prepare_replay(self, recording: Recording) -> Replay:
         captured = self._partitioned.captured

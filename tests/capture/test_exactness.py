@@ -51,6 +51,10 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 GLUE = {
+    "a mapped function whose number changes later": lambda self, x: mapped_before_assignment(x, 3.0),
+    "a mapped function that holds a function twice": lambda self, x: mapped_twice(self.first, x),
+    "a mapped function whose containers change later": lambda self, x: mapped_before_change(x),
+    "a mapped function whose number is a tensor later": lambda self, x: mapped_before_assignment(x, x.mean(0)),
     "a plain attribute": lambda self, x: x * self.table,
     "a buffer": lambda self, x: x * self.norm.running_var,
     "a hook on a tensor": lambda self, x: (x.register_hook(lambda g: 2 * g), x)[1],
@@ -93,6 +97,39 @@ def mapped_mask(first, x):
     mapped = torch.vmap(torch.vmap(is_inside, in_dims=(None, 0)), in_dims=(0, None))
     with Indexing():
         return mapped(torch.arange(x.shape[0]), torch.arange(x.shape[1])).float()
+
+
+def mapped_twice(first, x):
+    """The mapped function holds a function with a tensor by itself and in another function, which refers to itself."""
+    shift = first.mean()
+
+    def shifted(row):
+        return row + shift
+
+    def repeated(row, times):
+        return repeated(shifted(row), times - 1) if times else row
+
+    return torch.vmap(lambda row: shifted(row) * repeated(row, 2))(x)
+
+
+def mapped_before_assignment(x, later):
+    """The mapped function holds variables that are assigned, or assigned anew, after the call."""
+    factor = 2.0
+
+    def scaled(row):
+        return row * factor if factor else row * unassigned
+
+    scaled_x = torch.vmap(scaled)(x)
+    factor, unassigned = later, later
+    return scaled_x * factor + unassigned
+
+
+def mapped_before_change(x):
+    """The mapped function holds containers that change after the call."""
+    factors, shifts = [2.0], {"all": 1.0}
+    scaled = torch.vmap(lambda row: row * factors[0] + shifts["all"])(x)
+    factors[0], shifts["all"] = 3.0, 4.0
+    return scaled * factors[0] + shifts["all"]
 
 
 def flagged(x):
@@ -178,6 +215,13 @@ def test_code_that_cannot_be_replayed_is_refused(glue, monkeypatch):
     model.unbox = Unbox(8, 8)
     with pytest.raises(CaptureError, match=problem):
         penstock.capture(model, (BATCH,))
+
+
+def test_a_function_that_a_mapped_function_holds_twice_reads_the_batch_of_the_step():
+    model = Glued("a mapped function that holds a function twice").eval()
+    captured = penstock.capture(model, (BATCH,))
+    run = StageSequence(captured, uniform(captured.graph, 3))
+    assert torch.equal(run(BATCH + 1), model(BATCH + 1))
 
 
 def test_a_global_variable_that_is_written_is_put_back():

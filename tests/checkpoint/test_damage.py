@@ -125,6 +125,28 @@ def test_a_newer_format_is_not_damage(good: Path, training: Training, tmp_path: 
         training.pipe.load(tmp_path / "new")
 
 
+def with_unknown_field(good: Path, root: Path, digest: str | None = None) -> None:
+    """Copy the checkpoints, the newest with another field in its manifest; `digest` replaces that of the manifest."""
+    shutil.copytree(good, root)
+    path = root / "step-000002" / NAME
+    content = {**parse_json(path.read_bytes(), path)["manifest"], "comment": "by hand"}
+    document = document_with_digest(content)
+    path.write_bytes(document if digest is None else json_bytes({**parse_json(document, path), "sha256": digest}))
+
+
+def test_a_field_of_a_newer_penstock_is_not_damage(good: Path, training: Training, tmp_path: Path) -> None:
+    with_unknown_field(good, tmp_path / "new")
+    with pytest.raises(CheckpointError, match=r"written by a newer penstock .*unknown: comment") as caught:
+        training.pipe.load(tmp_path / "new")
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_an_unknown_field_that_the_digest_does_not_cover_is_damage(good: Path, tmp_path: Path) -> None:
+    with_unknown_field(good, tmp_path / "new", digest="0" * 64)
+    with pytest.raises(DamagedError, match=r"the manifest cannot be read .*key: comment"):
+        read_manifest(tmp_path / "new" / "step-000002")
+
+
 FORGED: dict[str, Any] = {
     "run.json": [[], None, 5],
     "optimizer-000.json": [{}, {"optimizer": "Adam", "groups": 3, "parameters": {}}, []],
@@ -228,7 +250,7 @@ def test_a_renamed_checkpoint_is_not_a_newer_one(good: Path, training: Training,
     ("values", "words"),
     [
         ({"plan": {"ranks": "2"}}, r"key: plan\.ranks, reason: Input should be a valid integer"),
-        ({"color": 1}, "key: color"),
+        ({"color": 1, "step": "1"}, "key: step, reason: Input should be a valid integer"),
     ],
 )
 def test_an_error_in_the_manifest_names_the_key(values: Any, words: str, good: Path, tmp_path: Path) -> None:

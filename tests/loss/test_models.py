@@ -13,7 +13,7 @@ import penstock
 from penstock.batches import Batch, BatchSplitter
 from penstock.capture import capture, without_cache
 from penstock.errors import RunError
-from penstock.ir import transform
+from penstock.ir import map_leaves
 from penstock.loss import LossStep, LossWeights, losses_of, weighted_sum
 from tests.plans import quick_plan
 from tests.zoo import ALIKE, UNSCORED, ZOO
@@ -89,7 +89,7 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """The loss of a batch, that of its microbatches, and the warnings."""
     model, args, kwargs = ZOO[name]()
     without_dropout(model.double())
-    args, kwargs = transform(args, enlarged), with_gaps(without_cache(model, transform(kwargs, enlarged)))
+    args, kwargs = map_leaves(args, enlarged), with_gaps(without_cache(model, map_leaves(kwargs, enlarged)))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def loss(args: Any, kwargs: Any) -> Tensor:

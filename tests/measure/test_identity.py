@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from penstock.ir import NodeCost
 from penstock.measure import profile_key
 from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 
@@ -52,6 +54,14 @@ def test_other_threads_are_another_identity():
         assert profile_key(measured(chain())) != before
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_new_field_of_costs_is_another_identity(monkeypatch: pytest.MonkeyPatch):
+    before = profile_key(measured(chain()))
+    extended = make_dataclass("NodeCost", [("collective", float, 0.0)], bases=(NodeCost,), frozen=True)
+    # By its name in sys.modules: the package has a function of the name of the file.
+    monkeypatch.setattr(sys.modules["penstock.measure.identity"], "NodeCost", extended)
+    assert profile_key(measured(chain())) != before
 
 
 def test_other_code_is_another_identity():

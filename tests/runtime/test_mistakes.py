@@ -87,6 +87,7 @@ NO_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "many numbers": (lambda output, target: output - target, "a loss must be one number .*got: \\(3, 4\\)"),
     "nothing": (lambda output, target: None, "a loss must be one number .*got: NoneType"),
     "complex": (lambda output, target: mse_loss(output, target) * 1j, "floating-point number .*complex128"),
+    "8 bits": (lambda output, target: mse_loss(output, target).to(torch.float8_e5m2), "16 bits .*float8_e5m2"),
     "a count": (lambda output, target: (output > target).sum(), "floating-point number .*int64"),
 }
 

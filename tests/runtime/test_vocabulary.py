@@ -307,3 +307,9 @@ def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
     labels[2, 2] = VOCABULARY
     with pytest.raises(RunError, match="out of bounds"):
         pipe.step(words, labels)
+
+
+def test_a_shard_shows_its_first_and_last_token() -> None:
+    split = shard_vocabulary(seeded(Words(False)), "head", 2)
+    assert "tokens 0 to 5 of 11" in repr(split)
+    assert "tokens 6 to 10 of 11" in repr(split)

@@ -1,4 +1,7 @@
-"""The interface of a transport: a send slot or receive slot on this rank for every message of a program."""
+"""The interface of a transport: a send slot or receive slot on this rank for every message of a program.
+
+`make_transport` in `__init__.py` chooses a transport.
+"""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,6 +1,7 @@
 """The contents of a report, and its sections that are text: key metrics, the model as a bar, idle time, and tables.
 
-`report.html` calls these functions. To add a section, write a function here and a `<section>` there.
+`report.html` calls these functions. To add a section, write a function here and a `<section>` there. Data that a Plan
+and a Run do not have is a field of Contents, which `contents_of` in `api/report.py` fills.
 """
 
 from collections.abc import Iterator
