@@ -50,6 +50,7 @@ from penstock.runtime import (
     balanced_shares,
     check_clipping,
     check_output_dims,
+    check_structure,
     check_tied_weights,
     clip,
     gather_tensors,
@@ -550,9 +551,13 @@ class Pipeline:
             Tensors by original name, for `model.load_state_dict`.
         """
         self.drain()
-        options = "everywhere=True" if everywhere else ""
-        self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
-        state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
+        request = SyncRequest("full_state_dict", self.num_steps, "everywhere=True" if everywhere else "")
+        with self._sync.errors_on_all_ranks(request):
+            own = self._part.state_dict()
+            if not self._part.groups.is_local:
+                check_structure(own)
+        self._sync.exchange(request)
+        state = gather_tensors(self._part.groups, own, self._part.device, bool(everywhere))
         self._sync.close()
         return self._part.rows.join(state)
 

@@ -42,6 +42,7 @@ SYNC_POINTS = (
     ("the end of step", "the end of step {step}"),
     ("eval", "eval before step {step}"),
     ("the end of eval", "the end of eval before step {step}"),
+    ("the outputs of a step", "the outputs of step {step}"),
     ("the shapes of a batch", "the shapes of the batch of step {step}"),
     ("clip_grad_norm_", "clip_grad_norm_ before step {step}"),
     ("unscale_", "unscale_ of the scaler before step {step}"),

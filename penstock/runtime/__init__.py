@@ -39,7 +39,7 @@ Other ways to train:
 
 from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, make_optimizer
-from penstock.runtime.broadcast import gather_tensors
+from penstock.runtime.broadcast import check_structure, gather_tensors
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import RankProgram, watch_step
 from penstock.runtime.gradients import (

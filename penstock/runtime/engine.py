@@ -107,7 +107,7 @@ class Engine:
         )
         self._warnings = StepWarnings(model_part, loss_head)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
-        self._merger = OutputMerger(model_part, loss_head, self._last_rank)
+        self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
         self._failed_at = 0.0
         """time.time() of a failed pass after which the remaining messages were exchanged, so that all ranks can
         continue; else 0"""

@@ -12,7 +12,7 @@ from penstock.batches import TARGET, Batch
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
-from penstock.runtime.broadcast import flatten_structure, read_structure
+from penstock.runtime.broadcast import check_structure, flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.model_part import ModelPart
@@ -81,6 +81,7 @@ class BatchSender:
 
     def prepare(self, batch: Batch, step: Step) -> OutgoingBatch:
         """On rank 0: prepare a batch, and fill the step with its microbatches; nothing is sent yet."""
+        check_structure(tuple(batch), hint='inputs="all", and the same batch on every rank')
         structure, tensors = flatten_structure(tuple(batch))
         # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
         rebuilt = _as_batch(read_structure(structure)[0](tensors))
