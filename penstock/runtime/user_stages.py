@@ -274,7 +274,7 @@ class UserStageEngine:
         )
         runner.begin(is_training, count)
         runner.expected = specs.sent if specs else None
-        self._described.call = number
+        self._described.step_number = number
         try:
             execute(compiled, self.groups.monitor.action_reporter)
             for slot in compiled.send_slots:

@@ -1,6 +1,6 @@
 """Messages between processes, over send and receive of a torch.distributed process group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ class WorkTransport(Transport):
     def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
         super().__init__(device)
         self.group, self.monitor = group, monitor
+
+    def start(self, operation: Callable[..., Any], tensor: Tensor, tag: int, route: Route) -> Any:
+        """Start to send or receive a part of a message: `operation` is `send` or `recv` of a group."""
+        try:
+            return operation([tensor], route.peer, tag)
+        except RuntimeError as error:
+            # gloo raises at once if the connection is known to be closed.
+            raise self.monitor.message_error(route.code, route.peer, error) from error
 
     def wait(self, works: Sequence[Any], route: Route) -> None:
         """Wait for parts of a message, at most until the deadline."""
@@ -93,9 +101,9 @@ class _SendSlot(WorkSendSlot):
 
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
-        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        transport, route = self._transport, self.route
         packed = []
-        for codec, tensor in zip(codecs, tensors, strict=True):
+        for codec, tensor in zip(route.codecs, tensors, strict=True):
             if not codec.is_empty:
                 packed.append(codec.pack(tensor, transport.device))
         if transport.is_staged:
@@ -104,10 +112,10 @@ class _SendSlot(WorkSendSlot):
             # Host tensors: to read flags from a device, the receiver would have to wait for it.
             flags = flags_of(tensors)
             self._packed.append(flags)
-            self._works.append(transport.control.send([flags], peer, tag))
+            self._works.append(transport.start(transport.control.send, flags, route.tag, route))
         for content in packed:
             self._packed.append(content)
-            self._works.append(transport.group.send([content], peer, tag))
+            self._works.append(transport.start(transport.group.send, content, route.tag, route))
 
 
 class _RecvSlot(RecvSlot):
@@ -122,15 +130,15 @@ class _RecvSlot(RecvSlot):
         self._flags: Tensor | None = None
 
     def post(self) -> None:
-        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        transport, route = self._transport, self.route
         if self._has_flags:
-            self._flags = torch.empty(len(codecs), dtype=torch.uint8)
-            self._works.append(transport.control.recv([self._flags], peer, tag))
-        for codec in codecs:
+            self._flags = torch.empty(len(route.codecs), dtype=torch.uint8)
+            self._works.append(transport.start(transport.control.recv, self._flags, route.tag, route))
+        for codec in route.codecs:
             buffer = codec.buffer(self._device, transport.is_staged)
             self._buffers.append(buffer)
             if not codec.is_empty:
-                self._works.append(transport.group.recv([buffer], peer, tag))
+                self._works.append(transport.start(transport.group.recv, buffer, route.tag, route))
 
     def wait(self) -> None:
         self._transport.monitor.waiting(self.route.code, self.route.peer)
