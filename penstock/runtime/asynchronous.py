@@ -365,6 +365,8 @@ class AsyncEngine(Engine):
     @contextmanager
     def _ending_stream_on_error(self) -> Iterator[None]:
         """End the stream for good if the body fails: the stages have applied updates of different batches."""
+        # The check of an earlier evaluation says nothing about the messages of this step.
+        self._stream_transport.begin_step()
         try:
             yield
         except BaseException as error:

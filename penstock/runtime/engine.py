@@ -397,7 +397,7 @@ class Engine:
         else:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
-            self._transport.check_before_sending(self._sync.finish)
+            self._transport.begin_step(self._sync.finish)
         return compiled
 
     def _begin_with_sent_batch(
