@@ -25,7 +25,7 @@ BATCH_INTERVAL = 2
 _DEVICE_INTERVAL = 10
 """steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
-"""how many entries of a tensor ranks exchange to find the first that differs"""
+"""how many entries of a tensor, or characters of another value, ranks exchange to find the first that differs"""
 _spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
 """CRCs by name, dtype and shape of a tensor"""
 _MAX_SPECS = 4096
@@ -160,6 +160,7 @@ def checksum(values: Mapping[str, object], step: int | None = None) -> int:
     total = 0
     for name, leaf in values.items():
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            name = f"{name} {leaf.dtype} {leaf.shape}"
             leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
         if isinstance(leaf, Tensor):
             spec = (name, leaf.dtype, leaf.shape)
@@ -223,8 +224,12 @@ def different_batches(batches: Sequence[Mapping[str, Sequence[Any]]]) -> RunErro
             if first and other and shown[0] == shown[1]:
                 pairs = enumerate(zip(first[2], other[2], strict=True))
                 index = next((index for index, (one, another) in pairs if one != another), None)
-                where = f"after entry {len(first[2]) - 1}" if index is None else f"entry {index}"
-                texts = [where if index is None else f"{where}: {each[2][index]}" for each in (first, other)]
+                if index is not None:
+                    texts = [f"entry {index}: {each[2][index]}" for each in (first, other)]
+                else:
+                    # Only tensors are described by their entries.
+                    after = f"entry {len(first[2]) - 1}" if first[2] else f"the first {_NUM_SHOWN} characters"
+                    texts = [f"after {after}"] * 2
                 shown = [f"{spec} {text}" for spec, text in zip(shown, texts, strict=True)]
             values = {"rank_0": shown[0], f"rank_{rank}": shown[1]}
             return RunError("the ranks were given different batches", input=name, **values, hint=hint)
