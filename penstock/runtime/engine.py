@@ -61,6 +61,8 @@ from penstock.runtime.transports import make_transport
 
 _LOG = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
+_ENDS = {True: "the end of step", False: "the end of eval"}
+"""names of the sync at the end of a step, by whether it trains"""
 
 
 class Engine:
@@ -108,9 +110,9 @@ class Engine:
         self._warnings = StepWarnings(model_part, loss_head)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
-        self._failed_at = 0.0
-        """time.time() of a failed pass after which the remaining messages were exchanged, so that all ranks can
-        continue; else 0"""
+        self._recovered: tuple[SyncRequest, float] | None = None
+        """after a failed pass whose remaining messages were exchanged, so that all ranks can continue: the sync that
+        the other ranks are about to join, and time.time() of the failure"""
         self._failure = ""
         """why no more steps can be taken"""
 
@@ -499,7 +501,7 @@ class Engine:
         """Run the compiled actions of this process's ranks; returns when each action ran if the step `is_timed`."""
         times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if is_timed else None
         monitor = self._groups.monitor
-        self._runner.step, self._failed_at = step, 0.0
+        self._runner.step, self._recovered = step, None
         try:
             with generators_restored():
                 if monitor is None:
@@ -515,7 +517,7 @@ class Engine:
                     self._transport.run_check()
         except BaseException as error:
             compiled.clear()
-            if not self._failed_at:
+            if self._recovered is None:
                 self._transport.clear()
             if self._transport.problem is not None:
                 # The ranks disagree about the step: the action that ran the check did not cause that.
@@ -548,16 +550,18 @@ class Engine:
         except Exception as error:
             _LOG.warning("the messages of a failed step could not be exchanged: %s", error)
         else:
-            self._failed_at = failed_at
+            step = self._runner.step
+            self._recovered = SyncRequest(_ENDS[step.is_training], step.number), failed_at
 
     def _handle_failure(self, error: BaseException) -> None:
         """Raise the error on all ranks if possible, so that training can continue; otherwise refuse further steps."""
         monitor = self._groups.monitor
         if monitor is None or (isinstance(error, PenstockError) and error.is_shared):
             return
-        failed_at, self._failed_at = self._failed_at, 0.0
-        if isinstance(error, RunError) and failed_at:
-            self._sync.refuse(SyncRequest("the end of step", monitor.step), error, failed_at)
+        recovered, self._recovered = self._recovered, None
+        if isinstance(error, RunError) and recovered is not None:
+            request, failed_at = recovered
+            self._sync.refuse(request, error, failed_at)
             if not monitor.has_lost_contact:
                 error.on_all_ranks()
                 return
@@ -586,8 +590,7 @@ class Engine:
             maxes=(own.kind, own.dtype, -first_bad_output, last_bad_gradient),
             content=own.content if len(own.content) <= MAX_CONTENT else (),
         )
-        request = SyncRequest("the end of step" if step.is_training else "the end of eval", step.number)
-        result = self._sync.exchange(request, vote)
+        result = self._sync.exchange(SyncRequest(_ENDS[step.is_training], step.number), vote)
         total, added, num_warnings, num_differing = result.sums
         kind, dtype, negated_output, last_bad_gradient = result.maxes
         if num_warnings:
