@@ -230,8 +230,10 @@ def send_tensors(
     groups: ProcessGroups, tensors: Sequence[Tensor], needed_by: Callable[[int], Collection[int] | None]
 ) -> None:
     """On rank 0: send every rank the tensors with the indices that it needs; None: all of them."""
-    if tensors and is_staged(groups.group, tensors[0].device):
-        tensors = to_host(tensors, tensors[0].device)
+    # The user may pass some tensors on the host and others on a device.
+    devices = [tensor.device for tensor in tensors if is_staged(groups.group, tensor.device)]
+    if devices:
+        tensors = to_host(tensors, devices[0])
     works = [
         groups.start(dist.isend, tensors[index], group=groups.group, group_dst=rank)
         for rank in range(1, groups.num_ranks)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from penstock.launch import group_device
 from penstock.measure.timing import Clock
 from penstock.runtime.executor import ActionTimes, DeviceTimes, action_times
 from penstock.runtime.host_memory import is_staged, read_scalars, to_host
+from penstock.runtime.inputs import send_tensors
 
 CUDA = torch.device("cuda", 0)
 STAGED = tuple(f"penstock.runtime.{name}.is_staged" for name in ("transports.distributed", "gradients", "inputs"))
@@ -249,6 +251,17 @@ def test_copies_to_the_host_are_pinned_and_waited_for_once(queue: Queue, monkeyp
         assert copy.data_ptr() != tensor.data_ptr()
         torch.testing.assert_close(copy, tensor, rtol=0, atol=0)
     assert to_host([], CUDA) == []
+
+
+def test_a_batch_with_one_tensor_on_a_device_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Tensor] = []
+    group = SimpleNamespace(group="gloo", num_ranks=2, start=lambda operation, tensor, **_: sent.append(tensor))
+    group.wait = lambda work: None
+    # Memory of the meta device stands for that of a device.
+    monkeypatch.setattr("penstock.runtime.inputs.is_staged", lambda group, device: device.type == "meta")
+    monkeypatch.setattr("penstock.runtime.inputs.to_host", lambda tensors, device: [torch.zeros(2) for _ in tensors])
+    send_tensors(group, [torch.ones(2), torch.ones(2, device="meta")], lambda rank: None)
+    assert [tensor.device.type for tensor in sent] == ["cpu", "cpu"]
 
 
 def staged_step(inputs: str) -> tuple[int, float, dict[str, Tensor], list[str]]:
