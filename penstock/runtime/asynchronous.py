@@ -32,7 +32,7 @@ from penstock.runtime.executor import (
     execute_local,
     watch_step,
 )
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import LOSS_TAG, ProcessGroups
 from penstock.runtime.loss_head import LossHead, WarningCause
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
@@ -46,8 +46,6 @@ from penstock.runtime.weight_versions import StageWeights, Version, check_predic
 from penstock.stages import StageRun, parameter_ranks
 
 _OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
-_LOSS_TAG = 1_999_999_973
-"""message tag of the losses of a step"""
 _MAX_KINDS = 64
 """kinds of chunks whose compiled programs are kept"""
 
@@ -196,9 +194,9 @@ class LossMessages:
         works, groups = [], self._groups
         if not groups.is_local and groups.rank == self._last_rank:
             others = (rank for rank in range(groups.num_ranks) if rank != groups.rank)
-            works = [groups.start(groups.control.send, [values], rank, _LOSS_TAG) for rank in others]
+            works = [groups.start(groups.control.send, [values], rank, LOSS_TAG) for rank in others]
         elif not groups.is_local:
-            works = [groups.start(groups.control.recv, [values], self._last_rank, _LOSS_TAG)]
+            works = [groups.start(groups.control.recv, [values], self._last_rank, LOSS_TAG)]
         self._started.append((values, works))
 
     def finish(self) -> list[float]:

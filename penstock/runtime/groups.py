@@ -20,6 +20,11 @@ PIPELINE, REPLICAS, EXPERTS, TENSOR = "pp", "dp", "ep", "tp"
 _REPLICA_AXES = (REPLICAS, EXPERTS)
 """the axes along which ranks train on different batches"""
 _AXES = (PIPELINE, *_REPLICA_AXES, TENSOR)
+# Message tags, far above those of messages between stages, which have small numbers, as the user's own are likely to.
+SYNC_TAG = 2_000_000_000
+"""of syncs; each sync that may be open at the same time as others adds its number, below 1,000,000"""
+LOSS_TAG, HEADER_TAG, CONTENT_TAG = 2_001_000_000, 2_001_000_001, 2_001_000_002
+"""of losses of asynchronous steps, and of messages that a header describes"""
 
 
 @dataclass
@@ -129,7 +134,9 @@ class ProcessGroups:
         try:
             return operation(*args, **kwargs)
         except RuntimeError as error:
-            raise error if self.monitor is None else self.monitor.sync_error(error) from error
+            if self.monitor is None:
+                raise
+            raise self.monitor.sync_error(error) from error
 
     def wait(self, work: Any) -> None:
         """Wait for a started operation, at most until the deadline."""

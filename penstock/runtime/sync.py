@@ -27,15 +27,12 @@ from torch import Tensor
 from penstock.errors import PenstockError, RunError
 from penstock.launch import text_of
 from penstock.runtime.agreement import Agreement, describe_batch, different_batches, first_difference
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import SYNC_TAG, ProcessGroups
 
 MAX_CONTENT = 36
 """how many numbers a vote can carry from one rank to all others"""
 MAX_REDUCED = 4
 """how many sums, and how many maxima, a vote can contribute to"""
-
-TAG = 2_000_000_011
-"""message tag of a sync, which separates its messages from the user's own on the same group"""
 
 _UNUSED_BITS = 12
 """bits of a 64-bit digest that are left out, so that a float holds the rest exactly"""
@@ -102,11 +99,11 @@ class RankSync:
     _unfinished: ClassVar[dict[int | None, "RankSync"]] = {}
     """by the id of a control group, which the sync keeps alive: the sync that was started and not finished"""
 
-    def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
+    def __init__(self, groups: ProcessGroups, tag: int = SYNC_TAG) -> None:
         self._groups = groups
-        self._control_id = None if groups.is_local or tag != TAG else id(groups.control)
+        self._control_id = None if groups.is_local or tag != SYNC_TAG else id(groups.control)
         # Other syncs may be open while this one is used, so they do not share its channels.
-        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == TAG)
+        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == SYNC_TAG)
         self._pipelines = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
         self._number, self._pipeline_id = 0, -1
         self.step = 0
@@ -131,7 +128,7 @@ class RankSync:
 
     def concurrent(self, number: int) -> "RankSync":
         """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
-        other = RankSync(self._groups, TAG + number)
+        other = RankSync(self._groups, SYNC_TAG + number)
         other._pipeline_id = self._pipeline_id
         return other
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.runtime import ProcessGroups
 from tests.plans import quick_plan
 from tests.process_pool import Pools
 from tests.small_models import WIDTH, chain, noise
@@ -278,3 +279,12 @@ def test_an_error_in_one_replica_is_raised_in_the_others(pools: Pools) -> None:
     words = pools[4].run(one_rank_of_a_replica)
     assert all("rank 1 called eval while rank 0 called step" in found for found in words)
     assert all("replica: 1" in found for found in words[:2])
+
+
+def test_an_operation_without_a_monitor_raises_its_own_error() -> None:
+    def fail() -> None:
+        raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        ProcessGroups.local(2).start(fail)
+    assert caught.value.__cause__ is None

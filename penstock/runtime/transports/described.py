@@ -16,13 +16,12 @@ from torch import Tensor
 from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import CONTENT_TAG, HEADER_TAG, ProcessGroups
 from penstock.runtime.host_memory import HOST, to_device, to_host
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec
 from penstock.runtime.transports.distributed import WorkSendSlot, WorkTransport
 
 HEADER_BYTES = 4096
-_HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
 
 
 class DescribedTransport(WorkTransport):
@@ -54,11 +53,11 @@ class _SendSlot(WorkSendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         specs = [None if tensor is None else spec_of(tensor) for tensor in tensors]
-        self._send(_header(specs, self._transport.step_number, self.route.key), _HEADER_TAG)
+        self._send(_header(specs, self._transport.step_number, self.route.key), HEADER_TAG)
         for tensor, spec in zip(tensors, specs, strict=True):
             if tensor is not None and spec is not None and tensor.numel():
                 packed = TensorCodec(Value("value", spec)).pack(tensor, HOST)
-                self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], _CONTENT_TAG)
+                self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], CONTENT_TAG)
 
     def _send(self, content: Tensor, tag: int) -> None:
         self._packed.append(content)
@@ -77,7 +76,7 @@ class _RecvSlot(RecvSlot):
         """Post the receive of the header; that of the content follows once the header is here."""
         transport, peer = self._transport, self.route.peer
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._header_work = transport.start(transport.group.recv, self._header, _HEADER_TAG, self.route)
+        self._header_work = transport.start(transport.group.recv, self._header, HEADER_TAG, self.route)
         transport.posted.setdefault(peer, deque()).append(self)
 
     def wait(self) -> None:
@@ -105,7 +104,7 @@ class _RecvSlot(RecvSlot):
             self._codecs.append(codec)
             self._buffers.append(buffer)
             if codec is not None and not codec.is_empty:
-                self._works.append(transport.start(transport.group.recv, buffer, _CONTENT_TAG, self.route))
+                self._works.append(transport.start(transport.group.recv, buffer, CONTENT_TAG, self.route))
 
     def clear(self) -> None:
         super().clear()
