@@ -18,7 +18,7 @@ here only the order of sums differs"""
 _NUM_COMPARED = 4
 """samples whose loss is compared with and without padding"""
 _NUM_MEASURED = 4
-"""steps whose passes are timed before only those of the 8th, 16th, 32nd ... step are"""
+"""the first steps, all of which are timed; after them, only those that follow 4, 8, 16 ... steps"""
 
 
 class TokenBudget:

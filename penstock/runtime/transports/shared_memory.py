@@ -195,7 +195,8 @@ class _RingSender:
     def clear(self) -> None:
         """Drop the messages that were not written. Closes the link if there are any: the receiver waits for them."""
         with self._changed:
-            self._link.is_closed = self._link.is_closed or bool(self.pending)
+            if self.pending:
+                self._link.close()
             self.pending.clear()
 
     def _grow(self) -> None:
