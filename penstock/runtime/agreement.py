@@ -107,9 +107,8 @@ def first_difference(
                 if other_name != name:
                     another = "none of this name"
                 options: dict[str, object] = {f"{kind}_{ranks[0]}": value, f"{kind}_{rank}": another}
-                return RunError(
-                    f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
-                )
+                hint = f"the same arguments, code and versions of packages on every {kind}"
+                return RunError(f"{name} must be the same on every {kind}", hint=hint, **options)
             if first.startswith(MODEL_LINE) or other.startswith(MODEL_LINE):
                 return _different_models(first, other, kind, (ranks[0], rank))
             values: dict[str, object] = {f"{kind}_{ranks[0]}": first, f"{kind}_{rank}": other}

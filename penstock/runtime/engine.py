@@ -411,7 +411,7 @@ class Engine:
         """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
         agreement = Agreement.of_options(
-            {"microbatches": self._plan.num_microbatches, "kinds of batches so far": sender.num_signatures}
+            {"microbatches": self._plan.num_microbatches, "number of batch shapes so far": sender.num_signatures}
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
