@@ -182,7 +182,7 @@ class Pipeline:
         self._pull_back_engine: Engine | None = None
         """runs the backward of a ForwardPass from given gradients of the outputs, as a vector-Jacobian product
         (`pull_back`); made when it is first needed"""
-        self._sync.close()
+        self._sync.operation_ended()
 
     def _make_engine(self) -> Engine:
         """The engine for the current plan."""
@@ -479,7 +479,7 @@ class Pipeline:
         gradients, copies = self._part.owned_gradients()
         norm = global_norm(self._sync, request, gradients, power, copies) / scale
         clip(self._part.gradients(), norm, limit)
-        self._sync.close()
+        self._sync.operation_ended()
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -521,7 +521,7 @@ class Pipeline:
         """
         agreement = None if optimizer is None else Agreement.of_optimizer(optimizer)
         self._sync.compare(SyncRequest("check_optimizer", self.num_steps), agreement)
-        self._sync.close()
+        self._sync.operation_ended()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""
@@ -558,7 +558,7 @@ class Pipeline:
                 check_structure(own)
         self._sync.exchange(request)
         state = gather_tensors(self._part.groups, own, self._part.device, bool(everywhere))
-        self._sync.close()
+        self._sync.operation_ended()
         return self._part.rows.join(state)
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -695,7 +695,7 @@ class Pipeline:
             raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
         result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
-        self._sync.close()
+        self._sync.operation_ended()
         return result.maxes[: len(values)]
 
     def describe(self) -> str:

@@ -161,15 +161,15 @@ class RankSync:
         # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
         self._send(request, vote, zlib.crc32(f"{self._pipeline_id} {request.text}".encode()))
 
-    def refuse(self, request: SyncRequest, error: Exception, seconds: float = 0.0) -> None:
+    def refuse(self, request: SyncRequest, error: Exception, failed_at: float = 0.0) -> None:
         """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself.
 
-        If several ranks refuse, the other ranks raise the error of the one with the smallest `seconds`.
+        If several ranks refuse, the others raise the error that happened first, by `failed_at` (time.time()).
         """
         if isinstance(error, PenstockError):
             error.repeats = False
         with suppress(RunError):
-            self._send(request, SyncVote(Agreement([_error_text(error)]), content=(seconds,)), _REFUSED)
+            self._send(request, SyncVote(Agreement([_error_text(error)]), content=(failed_at,)), _REFUSED)
             self.finish()
 
     @contextmanager
@@ -184,7 +184,7 @@ class RankSync:
                 raised = raised.at(rank=self._groups.rank)
             raise raised.on_all_ranks() from (error.__cause__ if isinstance(error, PenstockError) else error)
 
-    def close(self) -> None:
+    def operation_ended(self) -> None:
         """Report to the monitor that the operation that this sync began is over."""
         if self._groups.monitor is not None:
             self._groups.monitor.idle()
@@ -227,7 +227,8 @@ class RankSync:
         sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), VOTE_BYTES)])
         pipeline_sums, by_pipeline = sums, ()
         if self._pipelines is not None:
-            votes = self._finish_pipelines(self._pipelines, packed._replace(sums=sums, maxes=maxes), vote, problem)
+            pipeline_vote = packed._replace(sums=sums, maxes=maxes)
+            votes, problem = self._finish_pipelines(self._pipelines, pipeline_vote, vote, problem)
             sums, maxes = _reduced(votes)
             by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
@@ -236,8 +237,8 @@ class RankSync:
 
     def _finish_pipelines(
         self, pipelines: "_Exchange", pipeline_vote: "_PackedVote", vote: SyncVote, problem: RunError | None
-    ) -> "list[_Reductions]":
-        """The results of all pipelines; a problem of one pipeline is a problem of all."""
+    ) -> "tuple[list[_Reductions], RunError | None]":
+        """The results of all pipelines, and their problem; a problem of one pipeline is a problem of all."""
         agreement, digest = _NO_AGREEMENT, pipeline_vote.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
@@ -249,9 +250,7 @@ class RankSync:
         votes = _unpack_votes(pipelines.finish())
         kind = "replica" if self._groups.num_tensor_ranks == 1 else "pipeline"
         other = _problem(pipelines, votes, SyncVote(agreement), kind)
-        if other is not None and problem is None:
-            raise other
-        return [(packed.sums, packed.maxes) for packed in votes]
+        return [(packed.sums, packed.maxes) for packed in votes], problem or other
 
 
 _TEXT_BYTES = 104
@@ -331,8 +330,10 @@ def _keys_are_equal(data: bytes) -> bool:
 class _Exchange:
     """Gathers the votes of all ranks of one group: each sends its own to the last rank, which sends all of them back.
 
-    That takes two messages per rank, where all_gather takes one per pair of ranks. Every rank must call `start` and
-    `finish` in turn. With `uses_channels` they travel in shared memory once all ranks are connected by it.
+    That takes two messages per rank, where all_gather takes one per pair of ranks. The last rank has nothing to compute
+    before the first activation arrives, so it answers at once; rank 0 would answer only after a forward, for which all
+    others would wait. Every rank must call `start` and `finish` in turn. With `uses_channels` they travel in shared
+    memory once all ranks are connected by it.
     """
 
     def __init__(self, groups: ProcessGroups, group: Any, tag: int, uses_channels: bool = False) -> None:
@@ -363,6 +364,7 @@ class _Exchange:
     def finish(self) -> bytes:
         """Wait for the votes of all ranks."""
         if self._channels:
+            # Not an operation of torch.distributed, but its errors are explained in the same way.
             return self._groups.start(self._finish_channels)
         self._wait(self._works)
         if self._rank == self._last:
@@ -417,23 +419,23 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
     if all(packed.key == votes[0].key for packed in votes):
         return None
     refusing = [index for index, packed in enumerate(votes) if packed.key.request == _REFUSED]
-    refusing.sort(key=lambda index: votes[index].content)
-    problem = None if refusing else _different_requests(votes, kind)
-    if problem is None and not refusing and len({packed.key.checksum for packed in votes}) > 1:
+    if not refusing and (problem := _different_requests(votes, kind)) is not None:
+        return problem.on_all_ranks()
+    # Every rank takes part in the exchanges below, because all of them see the same votes.
+    if not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
-        # Every rank takes part in these exchanges, because all of them see the same votes.
         text = json.dumps(describe_batch(vote.batch))
         sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(votes))
-        problem = different_batches([json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))])
-    elif problem is None:
-        texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
-        if refusing:
-            problem = RunError.from_dict(json.loads(texts[refusing[0]]), **{kind: refusing[0]})
-            problem.repeats = True
-        else:
-            problem = first_difference([text.split("\n") for text in texts], kind)
-    problem = problem or RunError(f"the {kind}s disagree about the next operation")
-    return problem.on_all_ranks()
+        batches = [json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))]
+        return different_batches(batches).on_all_ranks()
+    texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
+    if refusing:
+        first = min(refusing, key=lambda index: votes[index].content)
+        problem = RunError.from_dict(json.loads(texts[first]), **{kind: first})
+        problem.repeats = True
+        return problem
+    problem = first_difference([text.split("\n") for text in texts], kind)
+    return (problem or RunError(f"the {kind}s disagree about the next operation")).on_all_ranks()
 
 
 def _error_text(error: Exception) -> str:
