@@ -98,7 +98,7 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
-        self._tokens = TokenBudget(plan, self._splitter)
+        self._token_budget = TokenBudget(plan, self._splitter)
         self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
         """by stage"""
         self._snapshot = StepSnapshot(
@@ -144,7 +144,7 @@ class Engine:
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         step = self._new_step(step_number, True, keeps_outputs, output_dims, scale, budget_tokens)
         # The token budget learns costs from timed steps.
-        times_token_groups = budget_tokens is not None and self._tokens.is_measured
+        times_token_groups = budget_tokens is not None and self._token_budget.times_next_step
         boundary: list[tuple[Tensor, Tensor]] = []
         if has_graph(batch):
             with self._sync.errors_on_all_ranks(request):
@@ -169,7 +169,8 @@ class Engine:
                 self._snapshot.commit()
             if budget_tokens is None:
                 return result
-            groups = self._tokens.step_taken(step.microbatches, result.trace)
+            groups = token_groups(step.microbatches)
+            self._token_budget.record_step(groups, result.trace)
             return replace(result, groups=groups, trace=result.trace if is_timed else None)
 
     def _input_boundary(self, batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
@@ -250,8 +251,8 @@ class Engine:
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and has_batch(batch):
                 batch = self._target_as_argument(batch)
-                padding = self._tokens.padding(batch)
-                if padding.kind not in self._tokens.checked:
+                padding = self._token_budget.padding(batch)
+                if padding.kind not in self._token_budget.checked:
                     pair, kind = compared_batches(padding), padding.kind
         is_new = pair is not None
         if votes:
@@ -265,7 +266,7 @@ class Engine:
         if losses[0] is not None and losses[1] is not None:
             dtypes = {p.dtype for p in self._model_part.captured.model.parameters() if is_inexact(p)}
             if check_losses(losses[0], losses[1], dtypes) and kind is not None:
-                self._tokens.checked.add(kind)
+                self._token_budget.checked.add(kind)
         return batch
 
     def _new_step(
@@ -316,7 +317,7 @@ class Engine:
         for stage in self._model_part.stages.values():
             stage.check_state()
         if budget_tokens is not None:
-            return self._tokens.microbatches(batch, budget_tokens)
+            return self._token_budget.microbatches(batch, budget_tokens)
         return self._splitter.split(batch, self._num_microbatches)
 
     def _split_batch(self, batch: Batch, step: Step, recordings: tuple[Recording, ...] | None = None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.capture import contiguous_entries, is_ordered, largest_magnitude
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.host_memory import host_buffer, is_staged, read_scalars, to_device, to_host
+from penstock.runtime.host_memory import goes_through_host, host_buffer, read_scalars, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.tensor_parallel import (
     ParameterLayout,
@@ -172,7 +172,7 @@ def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None
     groups.run(dist.isend, flag, group=groups.control, group_dst=rank)
     if tensor is not None:
         content = contiguous_entries(tensor)
-        if is_staged(groups.group, content.device):
+        if goes_through_host(groups.group, content.device):
             (content,) = to_host([content], content.device)
         groups.run(dist.isend, content, group=groups.group, group_dst=rank)
 
@@ -183,7 +183,7 @@ def receive_tensor(groups: ProcessGroups, like: Tensor, rank: int) -> Tensor | N
     groups.run(dist.irecv, flag, group=groups.control, group_src=rank)
     if not int(flag):
         return None
-    if is_staged(groups.group, like.device):
+    if goes_through_host(groups.group, like.device):
         tensor = host_buffer(like.shape, like.dtype)
     else:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)

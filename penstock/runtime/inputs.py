@@ -14,7 +14,7 @@ from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
 from penstock.runtime.broadcast import check_structure, flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.host_memory import host_buffer, is_staged, to_device, to_host
+from penstock.runtime.host_memory import goes_through_host, host_buffer, to_device, to_host
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.step import Step
 from penstock.stages import Ownership
@@ -231,7 +231,7 @@ def send_tensors(
 ) -> None:
     """On rank 0: send every rank the tensors with the indices that it needs; None: all of them."""
     # The user may pass some tensors on the host and others on a device.
-    devices = [tensor.device for tensor in tensors if is_staged(groups.group, tensor.device)]
+    devices = [tensor.device for tensor in tensors if goes_through_host(groups.group, tensor.device)]
     if devices:
         tensors = to_host(tensors, devices[0])
     works = [
@@ -249,7 +249,7 @@ def receive_tensors(
     """On the other ranks: fill the buffers with the needed tensors; the rest stay uninitialised."""
     indices = _sent(buffers, needed)
     received = list(buffers)
-    if buffers and is_staged(groups.group, buffers[0].device):
+    if buffers and goes_through_host(groups.group, buffers[0].device):
         received = [host_buffer(buffer.shape, buffer.dtype) for buffer in buffers]
     works = [groups.start(dist.irecv, received[index], group=groups.group, group_src=0) for index in indices]
     for work in works:

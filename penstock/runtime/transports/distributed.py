@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.host_memory import HOST, is_staged, to_device, to_host
+from penstock.runtime.host_memory import HOST, goes_through_host, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Transport, apply_flags, flags_of
 
@@ -73,7 +73,7 @@ class DistributedTransport(WorkTransport):
         """`control`: a group of the same ranks for host tensors; None: `group`, if that is for host tensors."""
         super().__init__(group, device, monitor)
         self.control = group if control is None else control
-        self.is_staged = is_staged(group, device)
+        self.uses_host_memory = goes_through_host(group, device)
         self._is_used = False
 
     def send_slot(self, route: Route) -> SendSlot:
@@ -106,7 +106,7 @@ class _SendSlot(WorkSendSlot):
         for codec, tensor in zip(route.codecs, tensors, strict=True):
             if not codec.is_empty:
                 packed.append(codec.pack(tensor, transport.device))
-        if transport.is_staged:
+        if transport.uses_host_memory:
             packed = to_host(packed, transport.device)
         if self._has_flags:
             # Host tensors: to read flags from a device, the receiver would have to wait for it.
@@ -124,7 +124,7 @@ class _RecvSlot(RecvSlot):
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
         self._transport, self._has_flags = transport, route.has_flags
-        self._device = HOST if transport.is_staged else transport.device
+        self._device = HOST if transport.uses_host_memory else transport.device
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
         self._flags: Tensor | None = None
@@ -135,7 +135,7 @@ class _RecvSlot(RecvSlot):
             self._flags = torch.empty(len(route.codecs), dtype=torch.uint8)
             self._works.append(transport.start(transport.control.recv, self._flags, route.tag, route))
         for codec in route.codecs:
-            buffer = codec.buffer(self._device, transport.is_staged)
+            buffer = codec.buffer(self._device, transport.uses_host_memory)
             self._buffers.append(buffer)
             if not codec.is_empty:
                 self._works.append(transport.start(transport.group.recv, buffer, route.tag, route))
@@ -144,7 +144,7 @@ class _RecvSlot(RecvSlot):
         self._transport.monitor.waiting(self.route.code, self.route.peer)
         self._transport.wait(self._works, self.route)
         codecs, buffers = self.route.codecs, self._buffers
-        if self._transport.is_staged:
+        if self._transport.uses_host_memory:
             buffers = [to_device(buffer, self._transport.device) for buffer in buffers]
         received: list[Tensor | None] = []
         for codec, buffer in zip(codecs, buffers, strict=True):

@@ -167,8 +167,8 @@ class Ring:
         header = self._start // 8
         return counters[header], counters[header + 1]
 
-    def await_message(self) -> tuple[int, int] | None:
-        """Ask the sender to wake this process after its next message; returns the header if there is one already."""
+    def request_wake(self) -> tuple[int, int] | None:
+        """Ask the sender to wake this process after its next message; returns the header if it is here already."""
         self.counters[_IS_AWAITED] = 1
         memory_barrier()
         header = self.header()
