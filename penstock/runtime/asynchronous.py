@@ -51,12 +51,16 @@ _MAX_KINDS = 64
 
 
 class PendingResult(Result):
-    """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`."""
+    """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`.
+
+    A subclass, so that code that is given a Result need not know of asynchronous pipelines.
+    """
 
     def __init__(self, number: int) -> None:
         object.__setattr__(self, "number", number)
         object.__setattr__(self, "_result", None)
 
+    # Not __getattr__: fields of Result that have a default are attributes of the class, and would be found there.
     def __getattribute__(self, name: str) -> Any:
         if name not in _RESULT_FIELDS:
             return object.__getattribute__(self, name)
@@ -427,7 +431,7 @@ class AsyncEngine(Engine):
     def _chunk(self, stream: Stream, num_before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
         """The compiled chunk of the next batch, and whether it is the first of its kind.
 
-        Without recordings, that of a drain.
+        Without `recordings`, the chunk that drains the stream.
         """
         start = min(num_before, stream.num_distinct)
         recent = [recording for batch in self._batches for recording in batch.step.recordings]
@@ -463,7 +467,7 @@ class AsyncEngine(Engine):
         self._running.append(chunk)
         try:
             with generators_restored():
-                if monitor is None:
+                if self._groups.is_local:
                     execute_local(chunk.rank_programs, times)
                 else:
                     execute(chunk.rank_programs[0], monitor.action_reporter, times[0] if times else None)
@@ -503,12 +507,14 @@ class AsyncEngine(Engine):
 
     def _publish(self, lag: int) -> None:
         """Make the results of all batches known whose votes were sent at least `lag` calls ago, on every rank."""
+        # Not as soon as the votes are read, which the last rank does at once and the others up to `_lag` calls later:
+        # `is_known` must change in the same call on every rank.
         while len(self._finished) + sum(batch is not None for _, batch in self._votes) > lag and self._finished:
             batch, (total, added, kind, dtype) = self._finished.popleft()
             count = len(batch.step.microbatches)
             numbers = self._losses.finish()
             if kind <= NO_LOSS:
-                batch.result.set(Result(None, ()))
+                batch.result.set(Result(None, (), seed=batch.step.seed))
                 continue
             loss_dtype = LOSS_DTYPES[int(dtype)]
             losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
@@ -536,7 +542,9 @@ def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str)
     foreign = {p for group in optimizer.param_groups for p in group["params"]} - set(parameters)
     if foreign:
         raise RunError(
-            "the optimizer must have parameters of this rank only", foreign=len(foreign), hint=_OPTIMIZER_HINT
+            "the optimizer must have parameters of this rank only",
+            parameters_of_other_ranks=len(foreign),
+            hint=_OPTIMIZER_HINT,
         )
     if staleness == "predict":
         check_predicted(optimizer)

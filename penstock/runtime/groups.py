@@ -49,6 +49,7 @@ class ProcessGroups:
     replica_control: Any = None
     """the same ranks, for small host tensors"""
     monitor: RankMonitor | None = None
+    """of this process; None if and only if all ranks are in it"""
     peers: Any = None
     """the ranks with the same stages in all pipelines, those of one replica next to each other; for host tensors"""
     connections: Any = None
@@ -130,7 +131,7 @@ class ProcessGroups:
         return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor, peers)
 
     def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start an operation of torch.distributed; a failure to start becomes an error that explains it."""
+        """Call a function, such as one that starts an operation of torch.distributed; a RuntimeError is explained."""
         try:
             return operation(*args, **kwargs)
         except RuntimeError as error:

@@ -253,6 +253,14 @@ class RankSync:
         return [(packed.sums, packed.maxes) for packed in votes], problem or other
 
 
+def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
+    """Raise the problem of any rank of any pipeline on all of them."""
+    has_problem = groups.gather(torch.tensor([int(problem is not None)])).amax(0)
+    if groups.gather_peers(has_problem).any():
+        texts = groups.gather_texts("" if problem is None else json.dumps(problem.to_dict()))
+        raise RunError.from_dict(json.loads(next(filter(None, texts))))
+
+
 _TEXT_BYTES = 104
 _HEAD = struct.Struct(f"<6q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
 _REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
