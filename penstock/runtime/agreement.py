@@ -1,4 +1,4 @@
-"""What ranks must have in common before they exchange data: plan, options, model and batch.
+"""Facts that must be equal on all ranks before they exchange data: plan, options, model and batch.
 
 Ranks exchange a digest; the text behind it is sent only if digests differ, to name the first difference.
 """

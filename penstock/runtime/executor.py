@@ -87,7 +87,7 @@ class StagePass(NamedTuple):
 
 
 class PassRunner(Protocol):
-    """What compiled actions call: StageRunner for recorded stages, UserStageRunner for hand-written ones."""
+    """The calls that compiled actions make: StageRunner for recorded stages, UserStageRunner for hand-written ones."""
 
     has_replicas: bool
     """whether gradients are averaged over replicas after the last backward of a stage"""
@@ -287,7 +287,8 @@ class ActionTimes:
 class DeviceTimes(ActionTimes):
     """When the kernels of each action ran: events on the queue of a device, which are read once, after the step.
 
-    Python only starts kernels: its own clock would show when each action was put into the queue.
+    Python only starts kernels: its own clock would show when each action was put into the queue. All times are counted
+    from the first event, so they are early by as long as the queue was busy when it was recorded.
     """
 
     def __init__(self, device: torch.device) -> None:

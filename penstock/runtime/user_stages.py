@@ -29,7 +29,8 @@ from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.transports import DescribedTransport, make_transport
 from penstock.stages import DeferredAccumulator, ForwardRun
 
-# Stands for the values of a message that has a header: any number of any shape.
+# Stands for the values of a message that has a header: any number of any shape. It requires a gradient, so that a
+# message with gradients goes back.
 _DESCRIBED = Value("values", TensorSpec((), "float32", requires_grad=True))
 _MAX_COMPILED = 32
 
@@ -99,10 +100,11 @@ class UserStageRunner:
         """by the producing stage and the microbatch, the values for which backward found no gradient"""
 
     def forward(self, stage_pass: StagePass) -> None:
-        """Run a stage on the values that it received; pass on what it returns."""
+        """Run a stage on the values that it received; pass on its result."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
         self.fsdp.wait(index)
         stage, received, is_same_rank = self.stages[index], [], False
+        # Stages form a chain, so that each pass has at most one slot of each direction.
         for _, slot in stage_pass.incoming:
             received += [value for value in slot.take() if value is not None]
             is_same_rank = isinstance(slot, SameRankSlot)

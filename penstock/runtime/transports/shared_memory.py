@@ -53,7 +53,7 @@ class SharedMemoryTransport(Transport):
         super().__init__(device)
         self._links, self._remote, self.monitor = links, remote, monitor
         self._senders = {rank: _RingSender(link, device) for rank, link in links.items()}
-        # Spinning would take the core from a rank that computes. On this host are the ranks of the links, and this one.
+        # Spinning would take the core from a rank that computes. This host has `len(links) + 1` of the ranks.
         spins = _SPINS if num_cores() > len(links) else 0
         self._receivers = {rank: _RingReceiver(link, monitor, spins) for rank, link in links.items()}
 
