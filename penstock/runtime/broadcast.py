@@ -54,13 +54,13 @@ def check_structure(structure: Any, hint: str = "") -> None:
         )
 
 
-def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
-    """A function that builds the structure from its tensors, and buffers to receive them into."""
+def read_structure(text: str, device: torch.device) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
+    """A function that builds the structure from its tensors, and buffers on the device to receive them into."""
     document = json.loads(text)
     specs: dict[str, Any] = document["tensors"]
     if unknown := [dtype for dtype, _, _ in specs.values() if dtype not in ITEM_BYTES]:
         raise RunError("a batch has a tensor of an unknown dtype", dtype=unknown[0])
-    buffers = [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape, _ in specs.values()]
+    buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=device) for dtype, shape, _ in specs.values()]
 
     def build(tensors: Sequence[Tensor]) -> Any:
         pairs = zip(specs.items(), tensors, strict=True)
@@ -79,8 +79,7 @@ def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, devi
         text, tensors = flatten_structure(structure)
         groups.broadcast_text(text, source)
     else:
-        build, buffers = read_structure(groups.broadcast_text("", source))
-        tensors = [buffer.to(device) for buffer in buffers]
+        build, tensors = read_structure(groups.broadcast_text("", source), device)
     for tensor in tensors:
         if tensor.numel():
             groups.run(dist.broadcast, as_bytes(tensor), group=groups.group, group_src=source, async_op=True)

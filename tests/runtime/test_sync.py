@@ -288,3 +288,12 @@ def test_an_operation_without_a_monitor_raises_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="closed") as caught:
         ProcessGroups.local(2).start(fail)
     assert caught.value.__cause__ is None
+
+
+def test_a_copy_of_an_error_keeps_the_facts_about_it() -> None:
+    error = penstock.RunError("lost", hint="again", rank=1).on_all_ranks()
+    error.is_final, error.rank_summary = True, "ValueError: not today"
+    for copied in (error.at(step=3), error.with_hint("later")):
+        assert (copied.is_shared, copied.is_final, copied.rank_error_type) == (True, True, "ValueError")
+    assert str(error.at(step=3)) == "lost (step: 3, rank: 1)\ntry: again"
+    assert str(error.with_hint("later")) == "lost (rank: 1)\ntry: later"
