@@ -321,7 +321,7 @@ class AsyncEngine(Engine):
                 for weights in self.weights.values():
                     weights.note_gradients()
                 # Warnings are issued when the stream is drained.
-                new = self._warnings.new(entry.step)
+                new = self._warnings.find_new(entry.step)
                 self._causes = list(dict.fromkeys((*self._causes, *new)))
                 if len(self._running) > self._lag:
                     self._finish_chunk()

@@ -587,7 +587,7 @@ class Engine:
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
-        new_warnings = self._warnings.new(step)
+        new_warnings = self._warnings.find_new(step)
         vote = SyncVote(
             sums=(own.total, own.added, len(new_warnings), float(difference is not None)),
             # The first stage is negated, so that the maximum over the ranks gives the minimum.
