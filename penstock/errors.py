@@ -42,6 +42,16 @@ class PenstockError(ValueError):
         self.is_shared = True
         return self
 
+    def with_hint(self, hint: str) -> Self:
+        """A copy with another hint."""
+        return self._copy(hint, self.values)
+
+    def _copy(self, hint: str, values: Mapping[str, object]) -> Self:
+        error = type(self)(self.problem, hint=hint, report=self.report, **values)
+        # The attributes that are not arguments, such as `is_shared`.
+        vars(error).update({name: value for name, value in vars(self).items() if name not in vars(error)})
+        return error
+
     def to_dict(self) -> dict[str, object]:
         """The arguments of the error as JSON values, to be sent to the other ranks."""
         values = {name: str(value) for name, value in self.values.items()}
@@ -115,18 +125,9 @@ class RunError(PenstockError):
         """The class name of the failed rank's error."""
         return self.rank_summary.partition(":")[0]
 
-    def at(self, **where: object) -> "RunError":
+    def at(self, **where: object) -> Self:
         """A copy with more values about the location; values already present are kept."""
         return self._copy(self.hint, {**where, **self.values})
-
-    def with_hint(self, hint: str) -> "RunError":
-        """A copy with another hint."""
-        return self._copy(hint, self.values)
-
-    def _copy(self, hint: str, values: dict[str, object]) -> "RunError":
-        error = type(self)(self.problem, hint=hint, report=self.report, **values)
-        error.is_shared, error.repeats = self.is_shared, self.repeats
-        return error
 
 
 class NoLossError(RunError):

@@ -50,6 +50,7 @@ from penstock.runtime import (
     balanced_shares,
     check_clipping,
     check_output_dims,
+    check_structure,
     check_tied_weights,
     clip,
     gather_tensors,
@@ -181,7 +182,7 @@ class Pipeline:
         self._pull_back_engine: Engine | None = None
         """runs the backward of a ForwardPass from given gradients of the outputs, as a vector-Jacobian product
         (`pull_back`); made when it is first needed"""
-        self._sync.close()
+        self._sync.operation_ended()
 
     def _make_engine(self) -> Engine:
         """The engine for the current plan."""
@@ -478,7 +479,7 @@ class Pipeline:
         gradients, copies = self._part.owned_gradients()
         norm = global_norm(self._sync, request, gradients, power, copies) / scale
         clip(self._part.gradients(), norm, limit)
-        self._sync.close()
+        self._sync.operation_ended()
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -520,7 +521,7 @@ class Pipeline:
         """
         agreement = None if optimizer is None else Agreement.of_optimizer(optimizer)
         self._sync.compare(SyncRequest("check_optimizer", self.num_steps), agreement)
-        self._sync.close()
+        self._sync.operation_ended()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""
@@ -550,10 +551,14 @@ class Pipeline:
             Tensors by original name, for `model.load_state_dict`.
         """
         self.drain()
-        options = "everywhere=True" if everywhere else ""
-        self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
-        state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
-        self._sync.close()
+        request = SyncRequest("full_state_dict", self.num_steps, "everywhere=True" if everywhere else "")
+        with self._sync.errors_on_all_ranks(request):
+            own = self._part.state_dict()
+            if not self._part.groups.is_local:
+                check_structure(own)
+        self._sync.exchange(request)
+        state = gather_tensors(self._part.groups, own, self._part.device, bool(everywhere))
+        self._sync.operation_ended()
         return self._part.rows.join(state)
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -690,7 +695,7 @@ class Pipeline:
             raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
         result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
-        self._sync.close()
+        self._sync.operation_ended()
         return result.maxes[: len(values)]
 
     def describe(self) -> str:

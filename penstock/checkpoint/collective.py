@@ -16,10 +16,10 @@ def sync_after(sync: RankSync, request: SyncRequest) -> Iterator[None]:
     except Exception as error:
         # The other ranks are waiting in `exchange`, and raise this error there.
         sync.refuse(request, error)
-        sync.close()
+        sync.operation_ended()
         raise
     sync.exchange(request)
-    sync.close()
+    sync.operation_ended()
 
 
 def run_on_first_rank(groups: ProcessGroups, work: Callable[[], str], request: SyncRequest) -> str:

@@ -156,13 +156,13 @@ class Loader:
         votes = (float(is_damaged), float(error is not None and not is_damaged and not is_gone), float(is_gone))
         some_damaged, some_failed, some_gone, *_ = self._sync.exchange(request, SyncVote(maxes=votes)).maxes
         if some_gone:
-            self._sync.close()
+            self._sync.operation_ended()
             raise vanished(Path(request.text))
         if some_failed:
             with sync_after(self._sync, request):
                 if error is not None and not is_damaged:
                     raise error
-        self._sync.close()
+        self._sync.operation_ended()
         if not some_damaged:
             return result
         # Every rank returns the error of the first rank that found damage.

@@ -147,7 +147,7 @@ class Saver:
             try:
                 run_on_first_rank(self._groups, outcome, request)
             finally:
-                self._sync.close()
+                self._sync.operation_ended()
         return root / step_name(step)
 
     def check(self, request: SyncRequest) -> None:

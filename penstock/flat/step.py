@@ -256,7 +256,7 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in dict.fromkeys(given) if parameter.grad is not None]
     request = SyncRequest("clip_grad_norm_", pipeline.num_calls, f"{limit:g}, {power:g}")
     norm = global_norm(pipeline.engine.sync, request, gradients, power)
-    pipeline.engine.sync.close()
+    pipeline.engine.sync.operation_ended()
     if error_if_nonfinite and not norm.isfinite():
         raise RunError("the gradient norm is not finite", norm=float(norm), norm_type=power)
     clip(gradients, norm, limit)

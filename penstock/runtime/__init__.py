@@ -6,7 +6,7 @@ The files of one training step, in the order in which it enters them:
     step.py              the data of a step, its Result, and the gradients and buffers before it
     inputs.py            sends the batch from the first rank, with inputs="first"; broadcast.py: nested structures
     token_budget.py      microbatches of similar lengths, with budget_tokens
-    sync.py              votes of all ranks at the beginning and end of a step; agreement.py: what they must agree on
+    sync.py              votes of all ranks at the beginning and end of a step; agreement.py: the facts they compare
     batch_comparison.py  compares the batches of ranks
     step_compiler.py     the actions of this rank as calls
     executor.py          runs these calls; StageRunner: forward, backward and weight gradient of a stage
@@ -17,7 +17,7 @@ The files of one training step, in the order in which it enters them:
     outputs.py           merges the outputs of microbatches
     trace.py             the measured times as a Trace
 
-What a Pipeline is made of before its first step:
+The parts of a Pipeline before its first step:
 
     options.py           RunOptions
     groups.py            the process groups; monitor.py: the status of this rank, deadlines
@@ -39,7 +39,7 @@ Other ways to train:
 
 from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, make_optimizer
-from penstock.runtime.broadcast import gather_tensors
+from penstock.runtime.broadcast import check_structure, gather_tensors
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import RankProgram, watch_step
 from penstock.runtime.gradients import (

@@ -1,4 +1,4 @@
-"""What ranks must have in common before they exchange data: plan, options, model and batch.
+"""Facts that must be equal on all ranks before they exchange data: plan, options, model and batch.
 
 Ranks exchange a digest; the text behind it is sent only if digests differ, to name the first difference.
 """
@@ -25,7 +25,7 @@ BATCH_INTERVAL = 2
 _DEVICE_INTERVAL = 10
 """steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
-"""how many entries of a tensor ranks exchange to find the first that differs"""
+"""how many entries of a tensor, or characters of another value, ranks exchange to find the first that differs"""
 _spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
 """CRCs by name, dtype and shape of a tensor"""
 _MAX_SPECS = 4096
@@ -107,9 +107,8 @@ def first_difference(
                 if other_name != name:
                     another = "none of this name"
                 options: dict[str, object] = {f"{kind}_{ranks[0]}": value, f"{kind}_{rank}": another}
-                return RunError(
-                    f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
-                )
+                hint = f"the same arguments, code and versions of packages on every {kind}"
+                return RunError(f"{name} must be the same on every {kind}", hint=hint, **options)
             if first.startswith(MODEL_LINE) or other.startswith(MODEL_LINE):
                 return _different_models(first, other, kind, (ranks[0], rank))
             values: dict[str, object] = {f"{kind}_{ranks[0]}": first, f"{kind}_{rank}": other}
@@ -160,6 +159,7 @@ def checksum(values: Mapping[str, object], step: int | None = None) -> int:
     total = 0
     for name, leaf in values.items():
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            name = f"{name} {leaf.dtype} {leaf.shape}"
             leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
         if isinstance(leaf, Tensor):
             spec = (name, leaf.dtype, leaf.shape)
@@ -223,8 +223,12 @@ def different_batches(batches: Sequence[Mapping[str, Sequence[Any]]]) -> RunErro
             if first and other and shown[0] == shown[1]:
                 pairs = enumerate(zip(first[2], other[2], strict=True))
                 index = next((index for index, (one, another) in pairs if one != another), None)
-                where = f"after entry {len(first[2]) - 1}" if index is None else f"entry {index}"
-                texts = [where if index is None else f"{where}: {each[2][index]}" for each in (first, other)]
+                if index is not None:
+                    texts = [f"entry {index}: {each[2][index]}" for each in (first, other)]
+                else:
+                    # Only tensors are described by their entries.
+                    after = f"entry {len(first[2]) - 1}" if first[2] else f"the first {_NUM_SHOWN} characters"
+                    texts = [f"after {after}"] * 2
                 shown = [f"{spec} {text}" for spec, text in zip(shown, texts, strict=True)]
             values = {"rank_0": shown[0], f"rank_{rank}": shown[1]}
             return RunError("the ranks were given different batches", input=name, **values, hint=hint)

@@ -32,7 +32,7 @@ from penstock.runtime.executor import (
     execute_local,
     watch_step,
 )
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import LOSS_TAG, ProcessGroups
 from penstock.runtime.loss_head import LossHead, WarningCause
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.options import RunOptions
@@ -46,19 +46,21 @@ from penstock.runtime.weight_versions import StageWeights, Version, check_predic
 from penstock.stages import StageRun, parameter_ranks
 
 _OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
-_LOSS_TAG = 1_999_999_973
-"""message tag of the losses of a step"""
 _MAX_KINDS = 64
 """kinds of chunks whose compiled programs are kept"""
 
 
 class PendingResult(Result):
-    """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`."""
+    """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`.
+
+    A subclass, so that code that is given a Result need not know of asynchronous pipelines.
+    """
 
     def __init__(self, number: int) -> None:
         object.__setattr__(self, "number", number)
         object.__setattr__(self, "_result", None)
 
+    # Not __getattr__: fields of Result that have a default are attributes of the class, and would be found there.
     def __getattribute__(self, name: str) -> Any:
         if name not in _RESULT_FIELDS:
             return object.__getattribute__(self, name)
@@ -196,9 +198,9 @@ class LossMessages:
         works, groups = [], self._groups
         if not groups.is_local and groups.rank == self._last_rank:
             others = (rank for rank in range(groups.num_ranks) if rank != groups.rank)
-            works = [groups.start(groups.control.send, [values], rank, _LOSS_TAG) for rank in others]
+            works = [groups.start(groups.control.send, [values], rank, LOSS_TAG) for rank in others]
         elif not groups.is_local:
-            works = [groups.start(groups.control.recv, [values], self._last_rank, _LOSS_TAG)]
+            works = [groups.start(groups.control.recv, [values], self._last_rank, LOSS_TAG)]
         self._started.append((values, works))
 
     def finish(self) -> list[float]:
@@ -319,7 +321,7 @@ class AsyncEngine(Engine):
                 for weights in self.weights.values():
                     weights.note_gradients()
                 # Warnings are issued when the stream is drained.
-                new = self._warnings.new(entry.step)
+                new = self._warnings.find_new(entry.step)
                 self._causes = list(dict.fromkeys((*self._causes, *new)))
                 if len(self._running) > self._lag:
                     self._finish_chunk()
@@ -365,6 +367,8 @@ class AsyncEngine(Engine):
     @contextmanager
     def _ending_stream_on_error(self) -> Iterator[None]:
         """End the stream for good if the body fails: the stages have applied updates of different batches."""
+        # The check of an earlier evaluation says nothing about the messages of this step.
+        self._stream_transport.begin_step()
         try:
             yield
         except BaseException as error:
@@ -427,7 +431,7 @@ class AsyncEngine(Engine):
     def _chunk(self, stream: Stream, num_before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
         """The compiled chunk of the next batch, and whether it is the first of its kind.
 
-        Without recordings, that of a drain.
+        Without `recordings`, the chunk that drains the stream.
         """
         start = min(num_before, stream.num_distinct)
         recent = [recording for batch in self._batches for recording in batch.step.recordings]
@@ -463,7 +467,7 @@ class AsyncEngine(Engine):
         self._running.append(chunk)
         try:
             with generators_restored():
-                if monitor is None:
+                if self._groups.is_local:
                     execute_local(chunk.rank_programs, times)
                 else:
                     execute(chunk.rank_programs[0], monitor.action_reporter, times[0] if times else None)
@@ -503,12 +507,14 @@ class AsyncEngine(Engine):
 
     def _publish(self, lag: int) -> None:
         """Make the results of all batches known whose votes were sent at least `lag` calls ago, on every rank."""
+        # Not as soon as the votes are read, which the last rank does at once and the others up to `_lag` calls later:
+        # `is_known` must change in the same call on every rank.
         while len(self._finished) + sum(batch is not None for _, batch in self._votes) > lag and self._finished:
             batch, (total, added, kind, dtype) = self._finished.popleft()
             count = len(batch.step.microbatches)
             numbers = self._losses.finish()
             if kind <= NO_LOSS:
-                batch.result.set(Result(None, ()))
+                batch.result.set(Result(None, (), seed=batch.step.seed))
                 continue
             loss_dtype = ARITHMETIC_DTYPES[int(dtype)]
             losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
@@ -536,7 +542,9 @@ def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str)
     foreign = {p for group in optimizer.param_groups for p in group["params"]} - set(parameters)
     if foreign:
         raise RunError(
-            "the optimizer must have parameters of this rank only", foreign=len(foreign), hint=_OPTIMIZER_HINT
+            "the optimizer must have parameters of this rank only",
+            parameters_of_other_ranks=len(foreign),
+            hint=_OPTIMIZER_HINT,
         )
     if staleness == "predict":
         check_predicted(optimizer)

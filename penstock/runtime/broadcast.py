@@ -15,12 +15,9 @@ from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.tensor_json import NamedTensors, decode_tree, encode_tree
 from penstock.runtime.tensor_parallel import full_tensor
 
-_REFUSED = "refused: "
-
 
 def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
-    """Return a JSON text of a structure of lists, tuples, dicts and plain values, and its tensors in order."""
-    _check_structure(structure)
+    """Return a JSON text of a structure that `check_structure` accepts, and its tensors in order."""
     tensors: NamedTensors = {}
     tree = encode_tree(structure, tensors, "batch")
     specs = {
@@ -30,8 +27,11 @@ def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
     return text, [contiguous_entries(tensor) for tensor in tensors.values()]
 
 
-def _check_structure(structure: Any) -> None:
-    """Refuse everything that would arrive as something else, such as a subclass of a list."""
+def check_structure(structure: Any, hint: str = "") -> None:
+    """Raise a RunError if a structure has anything that would arrive as something else, such as a subclass of a list.
+
+    `hint` is that of the error.
+    """
     if isinstance(structure, Tensor):
         if (
             structure.layout is not torch.strided
@@ -39,28 +39,28 @@ def _check_structure(structure: Any) -> None:
             or structure.is_quantized
         ):
             kind = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
-            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind)
+            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind, hint=hint)
     elif type(structure) in (list, tuple):
         for item in structure:
-            _check_structure(item)
+            check_structure(item, hint)
     elif type(structure) is dict and all(type(key) is str for key in structure):
         for item in structure.values():
-            _check_structure(item)
+            check_structure(item, hint)
     elif structure is not None and type(structure) not in (bool, int, float, str):
         raise RunError(
-            'with inputs="first" a batch must consist of tensors, lists, tuples, dicts, numbers, strings and None',
+            "values that are sent to other ranks must be tensors, lists, tuples, dicts, numbers, strings or None",
             got=type(structure).__name__,
-            hint='inputs="all", and the same batch on every rank',
+            hint=hint,
         )
 
 
-def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
-    """A function that builds the structure from its tensors, and buffers to receive them into."""
+def read_structure(text: str, device: torch.device) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
+    """A function that builds the structure from its tensors, and buffers on the device to receive them into."""
     document = json.loads(text)
     specs: dict[str, Any] = document["tensors"]
     if unknown := [dtype for dtype, _, _ in specs.values() if dtype not in ITEM_BYTES]:
         raise RunError("a batch has a tensor of an unknown dtype", dtype=unknown[0])
-    buffers = [torch.empty(shape, dtype=dtype_named(dtype)) for dtype, shape, _ in specs.values()]
+    buffers = [torch.empty(shape, dtype=dtype_named(dtype), device=device) for dtype, shape, _ in specs.values()]
 
     def build(tensors: Sequence[Tensor]) -> Any:
         pairs = zip(specs.items(), tensors, strict=True)
@@ -71,29 +71,19 @@ def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[T
 
 
 def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, device: torch.device) -> Any:
-    """The structure of rank `source` on every rank of the pipeline; `structure` is used on the source only."""
+    """The structure of rank `source` on every rank of the pipeline; `structure` is used on the source only.
+
+    All ranks must know before that `check_structure` accepts it: an error here would leave the others waiting.
+    """
     if groups.rank == source:
-        try:
-            text, tensors = flatten_structure(structure)
-        except RunError as error:
-            broadcast_refusal(groups, error, source)
-            raise
+        text, tensors = flatten_structure(structure)
         groups.broadcast_text(text, source)
     else:
-        text = groups.broadcast_text("", source)
-        if text.startswith(_REFUSED):
-            raise RunError(text.removeprefix(_REFUSED), rank=source)
-        build, buffers = read_structure(text)
-        tensors = [buffer.to(device) for buffer in buffers]
+        build, tensors = read_structure(groups.broadcast_text("", source), device)
     for tensor in tensors:
         if tensor.numel():
             groups.run(dist.broadcast, as_bytes(tensor), group=groups.group, group_src=source, async_op=True)
     return structure if groups.rank == source else build(tensors)
-
-
-def broadcast_refusal(groups: ProcessGroups, error: Exception, source: int) -> None:
-    """On the source, instead of `broadcast_structure`: the other ranks raise this error."""
-    groups.broadcast_text(f"{_REFUSED}{error.problem if isinstance(error, RunError) else error}", source)
 
 
 def gather_tensors(
@@ -101,7 +91,8 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """The named tensors of all ranks in host memory, on rank 0 or everywhere; other ranks get an empty dict.
 
-    Sharded tensors are gathered. If several ranks have a name, the tensor of the first of them is returned.
+    All of them must pass `check_structure`. Sharded tensors are gathered. If several ranks have a name, the tensor of
+    the first of them is returned.
     """
     detached = {name: full_tensor(tensor).detach() for name, tensor in tensors.items()}
     if groups.is_local:

@@ -47,8 +47,7 @@ from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger
 from penstock.runtime.step import NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
-from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
-from penstock.runtime.tensor_parallel import raise_on_all_ranks
+from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote, raise_on_all_ranks
 from penstock.runtime.token_budget import (
     TokenBudget,
     check_losses,
@@ -61,6 +60,8 @@ from penstock.runtime.transports import make_transport
 
 _LOG = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
+_ENDS = {True: "the end of step", False: "the end of eval"}
+"""names of the sync at the end of a step, by whether it trains"""
 
 
 class Engine:
@@ -96,7 +97,7 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(model_part, plan, self._split_batch) if is_sent else None
         self._comparison = BatchComparison(model_part.captured.model.forward, options.check_inputs_every)
-        self._tokens = TokenBudget(plan, self._splitter)
+        self._token_budget = TokenBudget(plan, self._splitter)
         self._parameters = {index: tuple(stage.parameters()) for index, stage in model_part.stages.items()}
         """by stage"""
         self._snapshot = StepSnapshot(
@@ -107,10 +108,10 @@ class Engine:
         )
         self._warnings = StepWarnings(model_part, loss_head)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
-        self._merger = OutputMerger(model_part, loss_head, self._last_rank)
-        self._failed_at = 0.0
-        """time.time() of a failed pass after which the remaining messages were exchanged, so that all ranks can
-        continue; else 0"""
+        self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
+        self._recovered: tuple[SyncRequest, float] | None = None
+        """after a failed pass whose remaining messages were exchanged, so that all ranks can continue: the sync that
+        the other ranks are about to join, and time.time() of the failure"""
         self._failure = ""
         """why no more steps can be taken"""
 
@@ -142,8 +143,9 @@ class Engine:
         request = SyncRequest("step", step_number, step_options(keeps_outputs, is_timed, scale, budget_tokens))
         step = self._new_step(step_number, True, keeps_outputs, output_dims, scale, budget_tokens)
         # The token budget learns costs from timed steps.
-        times_token_groups = budget_tokens is not None and self._tokens.is_measured
+        times_token_groups = budget_tokens is not None and self._token_budget.times_next_step
         boundary: list[tuple[Tensor, Tensor]] = []
+        # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
         if has_graph(batch):
             with self._sync.errors_on_all_ranks(request):
                 batch, boundary = self._input_boundary(batch)
@@ -167,15 +169,16 @@ class Engine:
                 self._snapshot.commit()
             if budget_tokens is None:
                 return result
-            groups = self._tokens.step_taken(step.microbatches, result.trace)
+            groups = token_groups(step.microbatches)
+            self._token_budget.record_step(groups, result.trace)
             return replace(result, groups=groups, trace=result.trace if is_timed else None)
 
     def _input_boundary(self, batch: Batch) -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
         """Detach tensors of a batch from their graphs; returns each with the leaf that collects its gradient.
 
         Every microbatch runs a backward of its own, but the first one through a graph frees it. Only with all ranks in
-        this process: elsewhere the ranks that do not read a value would have no gradient for it, and what computes the
-        batch would be trained differently on every rank.
+        this process: elsewhere the ranks that do not read a value would have no gradient for it, and the modules that
+        compute the batch would be trained differently on every rank.
         """
         if not self._groups.is_local:
             raise RunError(
@@ -240,7 +243,7 @@ class Engine:
         groups = self._groups
         # Other replicas have other batches, and with inputs="first" other ranks have none: they agree on the check.
         votes = groups.peers is not None or self._sender is not None
-        vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
+        vote_request = SyncRequest(f"the padding of {request.name}", request.step)
         pair, kind = None, None
         with self._sync.errors_on_all_ranks(vote_request if votes else request):
             if self._model_part.replicas_share_parameters or groups.num_tensor_ranks > 1:
@@ -248,8 +251,8 @@ class Engine:
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
             if (self._sender is None or groups.rank == 0) and has_batch(batch):
                 batch = self._target_as_argument(batch)
-                padding = self._tokens.padding(batch)
-                if padding.kind not in self._tokens.checked:
+                padding = self._token_budget.padding(batch)
+                if padding.kind not in self._token_budget.checked:
                     pair, kind = compared_batches(padding), padding.kind
         is_new = pair is not None
         if votes:
@@ -263,7 +266,7 @@ class Engine:
         if losses[0] is not None and losses[1] is not None:
             dtypes = {p.dtype for p in self._model_part.captured.model.parameters() if is_inexact(p)}
             if check_losses(losses[0], losses[1], dtypes) and kind is not None:
-                self._tokens.checked.add(kind)
+                self._token_budget.checked.add(kind)
         return batch
 
     def _new_step(
@@ -314,7 +317,7 @@ class Engine:
         for stage in self._model_part.stages.values():
             stage.check_state()
         if budget_tokens is not None:
-            return self._tokens.microbatches(batch, budget_tokens)
+            return self._token_budget.microbatches(batch, budget_tokens)
         return self._splitter.split(batch, self._num_microbatches)
 
     def _split_batch(self, batch: Batch, step: Step, recordings: tuple[Recording, ...] | None = None) -> None:
@@ -340,8 +343,8 @@ class Engine:
 
         The model communicates with other replicas, for example to gather parameters, so none may record it alone.
         """
-        shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
-        with self._sync.errors_on_all_ranks(shapes):
+        counts = SyncRequest(f"the recordings of {request.name}", request.step)
+        with self._sync.errors_on_all_ranks(counts):
             num_new, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
             if is_given and has_batch(batch):
                 microbatches = self._microbatches(self._target_as_argument(batch), step.budget_tokens)
@@ -349,7 +352,7 @@ class Engine:
                 num_new, count = self._model_part.captured.num_new(arguments, step.seed), len(microbatches)
         # Each number also negated, so that the maximum over the ranks gives the minimum.
         vote = SyncVote(maxes=(float(num_new), -float(num_new), float(count), -float(count)) if is_given else ())
-        most, negated_fewest, most_microbatches, negated_microbatches = self._sync.exchange(shapes, vote).maxes
+        most, negated_fewest, most_microbatches, negated_microbatches = self._sync.exchange(counts, vote).maxes
         if not step.is_training and most_microbatches != -negated_microbatches:
             # Every forward gathers parameters.
             raise RunError(
@@ -392,12 +395,12 @@ class Engine:
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
             step.mean_size = self._mean_size(self._sync.exchange(request, vote))
-        elif groups.monitor is None:
+        elif groups.is_local:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
-            self._transport.check_before_sending(self._sync.finish)
+            self._transport.begin_step(self._sync.finish)
         return compiled
 
     def _begin_with_sent_batch(
@@ -409,7 +412,7 @@ class Engine:
         """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
         agreement = Agreement.of_options(
-            {"microbatches": self._plan.num_microbatches, "kinds of batches so far": sender.num_signatures}
+            {"microbatches": self._plan.num_microbatches, "number of batch shapes so far": sender.num_signatures}
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
@@ -499,10 +502,10 @@ class Engine:
         """Run the compiled actions of this process's ranks; returns when each action ran if the step `is_timed`."""
         times = [action_times(self._model_part.device) for _ in compiled.rank_programs] if is_timed else None
         monitor = self._groups.monitor
-        self._runner.step, self._failed_at = step, 0.0
+        self._runner.step, self._recovered = step, None
         try:
             with generators_restored():
-                if monitor is None:
+                if self._groups.is_local:
                     execute_local(compiled.rank_programs, times)
                 else:
                     (program,) = compiled.rank_programs
@@ -510,12 +513,12 @@ class Engine:
                 for program in compiled.rank_programs:
                     for slot in program.send_slots:
                         slot.finish()
-                if monitor is not None:
+                if not self._groups.is_local:
                     # A rank without any message has not checked yet that all ranks take the same step.
                     self._transport.run_check()
         except BaseException as error:
             compiled.clear()
-            if not self._failed_at:
+            if self._recovered is None:
                 self._transport.clear()
             if self._transport.problem is not None:
                 # The ranks disagree about the step: the action that ran the check did not cause that.
@@ -533,7 +536,10 @@ class Engine:
 
     def _recover_messages(self, program: RankProgram, code: int) -> None:
         """Exchange the messages of the step that follow a failed action, so that all ranks can take another step."""
+        # Wall-clock time: it is compared between hosts.
         failed_at, model_part, monitor = time.time(), self._model_part, self._groups.monitor
+        # If the ranks disagree about the step, nothing was sent; a lost rank would never answer. The second run that
+        # looks for NaN comes after the sync at the end of the step, in which `_handle_failure` would have to refuse.
         if self._transport.problem is not None or monitor.has_lost_contact or self._runner.probe is not None:
             return
         if self._groups.num_pipelines > 1 or model_part.fsdp.modules:
@@ -548,16 +554,18 @@ class Engine:
         except Exception as error:
             _LOG.warning("the messages of a failed step could not be exchanged: %s", error)
         else:
-            self._failed_at = failed_at
+            step = self._runner.step
+            self._recovered = SyncRequest(_ENDS[step.is_training], step.number), failed_at
 
     def _handle_failure(self, error: BaseException) -> None:
         """Raise the error on all ranks if possible, so that training can continue; otherwise refuse further steps."""
         monitor = self._groups.monitor
-        if monitor is None or (isinstance(error, PenstockError) and error.is_shared):
+        if self._groups.is_local or (isinstance(error, PenstockError) and error.is_shared):
             return
-        failed_at, self._failed_at = self._failed_at, 0.0
-        if isinstance(error, RunError) and failed_at:
-            self._sync.refuse(SyncRequest("the end of step", monitor.step), error, failed_at)
+        recovered, self._recovered = self._recovered, None
+        if isinstance(error, RunError) and recovered is not None:
+            request, failed_at = recovered
+            self._sync.refuse(request, error, failed_at)
             if not monitor.has_lost_contact:
                 error.on_all_ranks()
                 return
@@ -579,17 +587,18 @@ class Engine:
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
             difference = self._model_part.replicated_gradients.differing()
-        new_warnings = self._warnings.new(step)
+        new_warnings = self._warnings.find_new(step)
         vote = SyncVote(
             sums=(own.total, own.added, len(new_warnings), float(difference is not None)),
             # The first stage is negated, so that the maximum over the ranks gives the minimum.
             maxes=(own.kind, own.dtype, -first_bad_output, last_bad_gradient),
             content=own.content if len(own.content) <= MAX_CONTENT else (),
         )
-        request = SyncRequest("the end of step" if step.is_training else "the end of eval", step.number)
-        result = self._sync.exchange(request, vote)
+        result = self._sync.exchange(SyncRequest(_ENDS[step.is_training], step.number), vote)
+        # From here on those of all ranks.
         total, added, num_warnings, num_differing = result.sums
         kind, dtype, negated_output, last_bad_gradient = result.maxes
+        first_bad_output = -negated_output
         if num_warnings:
             self._warnings.issue(new_warnings, step.is_training)
         losses_and_weights = own.content
@@ -603,8 +612,8 @@ class Engine:
         outputs = self._merger.merged(step) if step.keeps_outputs else None
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
-        if math.isfinite(negated_output) or math.isfinite(last_bad_gradient):
-            skipped = self._handle_nonfinite(step, compiled, -negated_output, last_bad_gradient)
+        if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
+            skipped = self._handle_nonfinite(step, compiled, first_bad_output, last_bad_gradient)
         elif num_differing:
             raise_on_all_ranks(groups, difference)
         count, loss_dtype = len(step.microbatches), ARITHMETIC_DTYPES[int(dtype)] if kind > NO_LOSS else torch.float64
@@ -639,13 +648,16 @@ class Engine:
             text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})
         return json.loads(self._groups.broadcast_text(text, self._last_rank))
 
-    def _handle_nonfinite(self, step: Step, compiled: CompiledStep, first: float, last: float) -> str:
+    def _handle_nonfinite(
+        self, step: Step, compiled: CompiledStep, first_bad_output: float, last_bad_gradient: float
+    ) -> str:
         """Raise an error about NaN or Inf; with nonfinite="skip", warn and return why the step is skipped.
 
-        `first` is the first stage whose forward produced such a value, `last` the last one with such a gradient.
+        `first_bad_output` is the first stage whose forward produced such a value, `last_bad_gradient` the last one with
+        such a gradient; infinite if there is none.
         """
-        is_forward = math.isfinite(first)
-        stage = int(first) if is_forward else int(last)
+        is_forward = math.isfinite(first_bad_output)
+        stage = int(first_bad_output if is_forward else last_bad_gradient)
         probe = self._run_again(step, compiled)
         origin = agree_on_origin(self._groups, probe.origin(stage if is_forward else None))
         nodes = self._plan.partition.stages[stage]
@@ -669,10 +681,7 @@ class Engine:
         return str(error)
 
     def _run_again(self, step: Step, compiled: CompiledStep) -> NonfiniteProbe:
-        """Run a step once more from the state before it, on every rank, to find where NaN or Inf came from.
-
-        The second run is deterministic, so gradients and buffers end up as after the first.
-        """
+        """Run a step once more, on every rank, to find where NaN or Inf came from; the caller undoes it."""
         self._undo()
         # The weights are reused: a loss function that keeps state could give other weights in a second run.
         again = replace(
@@ -717,7 +726,8 @@ def generators_restored() -> Iterator[None]:
 def mix_seed(*numbers: int) -> int:
     """A 63-bit seed in which every bit depends on all numbers and their order.
 
-    Multiplies by the constants of splitmix64's finalizer, with other shifts.
+    Multiplies by the constants of splitmix64's finalizer. Its shifts differ, and stay: with others every model would
+    draw other numbers for the same seed.
     """
     state = 0x9E3779B97F4A7C15
     for number in numbers:

@@ -43,7 +43,7 @@ LOSS, ADDED = "the loss", "added losses"
 """names of the values that backward starts from, beside those that leave a stage"""
 
 
-class LocalSlot:
+class SameRankSlot:
     """Values that one stage passes to another stage of the same rank."""
 
     __slots__ = ("_tensors",)
@@ -69,7 +69,7 @@ class SlotValues(NamedTuple):
     """Names of values that a pass reads from another stage or passes to one, and the slot that carries them."""
 
     names: tuple[str, ...]
-    slot: RecvSlot | SendSlot | LocalSlot
+    slot: RecvSlot | SendSlot | SameRankSlot
 
 
 class StagePass(NamedTuple):
@@ -87,7 +87,7 @@ class StagePass(NamedTuple):
 
 
 class PassRunner(Protocol):
-    """What compiled actions call: StageRunner for recorded stages, UserStageRunner for hand-written ones."""
+    """The calls that compiled actions make: StageRunner for recorded stages, UserStageRunner for hand-written ones."""
 
     has_replicas: bool
     """whether gradients are averaged over replicas after the last backward of a stage"""
@@ -172,7 +172,7 @@ class StageRunner:
             self._runs[stage, microbatch] = run
         for names, target in stage_pass.outgoing:
             # Another stage of this rank must see which values require a gradient.
-            values = outputs if isinstance(target, LocalSlot) else detached
+            values = outputs if isinstance(target, SameRankSlot) else detached
             target.put(list(map(values.__getitem__, names)))
 
     def backward(self, stage_pass: StagePass) -> None:
@@ -276,7 +276,7 @@ class RankProgram:
     runner: PassRunner
     send_slots: tuple[SendSlot, ...]
     recv_slots: tuple[RecvSlot, ...]
-    local_slots: tuple[LocalSlot, ...]
+    same_rank_slots: tuple[SameRankSlot, ...]
 
     @cached_property
     def runnable(self) -> tuple[CompiledAction, ...]:
@@ -291,7 +291,7 @@ class RankProgram:
     def clear(self) -> None:
         """Drop the values and messages of an interrupted step."""
         self.runner.clear()
-        for slot in (*self.send_slots, *self.recv_slots, *self.local_slots):
+        for slot in (*self.send_slots, *self.recv_slots, *self.same_rank_slots):
             slot.clear()
 
 
@@ -319,7 +319,8 @@ class ActionTimes:
 class DeviceTimes(ActionTimes):
     """When the kernels of each action ran: events on the queue of a device, which are read once, after the step.
 
-    Python only starts kernels: its own clock would show when each action was put into the queue.
+    Python only starts kernels: its own clock would show when each action was put into the queue. All times are counted
+    from the first event, so they are early by as long as the queue was busy when it was recorded.
     """
 
     def __init__(self, device: torch.device) -> None:

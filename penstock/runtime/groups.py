@@ -20,6 +20,11 @@ PIPELINE, REPLICAS, EXPERTS, TENSOR = "pp", "dp", "ep", "tp"
 _REPLICA_AXES = (REPLICAS, EXPERTS)
 """the axes along which ranks train on different batches"""
 _AXES = (PIPELINE, *_REPLICA_AXES, TENSOR)
+# Message tags, far above those of messages between stages, which have small numbers, as the user's own are likely to.
+SYNC_TAG = 2_000_000_000
+"""of syncs; each sync that may be open at the same time as others adds its number, below 1,000,000"""
+LOSS_TAG, HEADER_TAG, CONTENT_TAG = 2_001_000_000, 2_001_000_001, 2_001_000_002
+"""of losses of asynchronous steps, and of messages that a header describes"""
 
 
 @dataclass
@@ -44,6 +49,7 @@ class ProcessGroups:
     replica_control: Any = None
     """the same ranks, for small host tensors"""
     monitor: RankMonitor | None = None
+    """of this process; None if and only if all ranks are in it"""
     peers: Any = None
     """the ranks with the same stages in all pipelines, those of one replica next to each other; for host tensors"""
     connections: Any = None
@@ -125,11 +131,13 @@ class ProcessGroups:
         return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor, peers)
 
     def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start an operation of torch.distributed; a failure to start becomes an error that explains it."""
+        """Call a function, such as one that starts an operation of torch.distributed; a RuntimeError is explained."""
         try:
             return operation(*args, **kwargs)
         except RuntimeError as error:
-            raise error if self.monitor is None else self.monitor.sync_error(error) from error
+            if self.monitor is None:
+                raise
+            raise self.monitor.sync_error(error) from error
 
     def wait(self, work: Any) -> None:
         """Wait for a started operation, at most until the deadline."""

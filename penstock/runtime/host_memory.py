@@ -16,7 +16,7 @@ from torch import Tensor
 HOST = torch.device("cpu")
 
 
-def is_staged(group: Any, device: torch.device) -> bool:
+def goes_through_host(group: Any, device: torch.device) -> bool:
     """Whether messages of the device's tensors over this group go through host memory."""
     return device.type != "cpu" and group is not None and dist.get_backend(group) == "gloo"
 

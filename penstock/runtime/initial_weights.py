@@ -46,8 +46,8 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
     names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
     tensors = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved and not tensor.is_meta}
     digests = [checksum({"": sample_shard(tensors[name])}) if name in tensors else 0 for name in names]
-    rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
-    for name, column in zip(names, rows, strict=False):
+    rows = groups.gather(torch.tensor(digests, dtype=torch.int64)).t().tolist()
+    for name, column in zip(names, rows, strict=True):
         ranks = [rank for rank, number in enumerate(column) if number]
         other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
         if other is None:
@@ -90,4 +90,4 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
             problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, tensor_rank)}
         else:
             problem, ranks = "the replicas start with different weights", {"replicas": (0, replica)}
-        raise RunError(problem, **ranks, hint=_HINT)
+        raise RunError(problem, **ranks, hint=_HINT).on_all_ranks()

@@ -3,8 +3,10 @@
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,9 +14,9 @@ from penstock.batches import TARGET, Batch
 from penstock.capture import LruCache, Recording
 from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
-from penstock.runtime.broadcast import flatten_structure, read_structure
+from penstock.runtime.broadcast import check_structure, flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.host_memory import host_buffer, is_staged, to_device, to_host
+from penstock.runtime.host_memory import goes_through_host, host_buffer, to_device, to_host
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.step import Step
 from penstock.stages import Ownership
@@ -25,7 +27,8 @@ FillStep = Callable[[Batch, Step, tuple[Recording, ...] | None], None]
 """splits a batch into a step: sets its microbatches, inputs and recordings; recordings are found unless given"""
 
 
-class BatchSignature(NamedTuple):
+@dataclass(eq=False)
+class BatchSignature:
     """Structure and recordings of a batch; batches with equal signatures are sent in the same way."""
 
     recordings: tuple[Recording, ...]
@@ -36,9 +39,9 @@ class BatchSignature(NamedTuple):
     """the indices of the tensors that every rank reads to split the batch"""
     lists: tuple[str, ...]
     """the names of the lists with an entry per sample, whose tensors have other names in a microbatch"""
-    needed: dict[int, set[int]]
+    needed: dict[int, set[int]] = field(default_factory=dict)
     """by rank, the indices of the tensors that it needs, once that is known"""
-    agreed: set[bool]
+    agreed: set[bool] = field(default_factory=set)
     """the kinds of step (True: training, False: evaluation) with this signature on which all ranks have agreed"""
 
 
@@ -81,9 +84,11 @@ class BatchSender:
 
     def prepare(self, batch: Batch, step: Step) -> OutgoingBatch:
         """On rank 0: prepare a batch, and fill the step with its microbatches; nothing is sent yet."""
+        check_structure(tuple(batch), hint='inputs="all", and the same batch on every rank')
         structure, tensors = flatten_structure(tuple(batch))
-        # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
-        rebuilt = _as_batch(read_structure(structure)[0](tensors))
+        # Rebuilt from the sent structure, so that rank 0 trains on the same structure as the other ranks.
+        build, _ = read_structure(structure, torch.device("meta"))
+        rebuilt = _as_batch(build(tensors))
         self._split(rebuilt, step, None)
         index = self._indices.get((structure, step.recordings), self.num_signatures)
         return OutgoingBatch(index, structure, tensors, rebuilt)
@@ -104,8 +109,7 @@ class BatchSender:
         """
         groups, known = self._model_part.groups, self._signatures.find(index)
         structure = groups.broadcast_text("", 0) if known is None else known.structure
-        build, buffers = read_structure(structure)
-        buffers = [buffer.to(self._model_part.device) for buffer in buffers]
+        build, buffers = read_structure(structure, self._model_part.device)
         batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank, step))))
         self._split(batch, step, None if known is None else known.recordings)
         # Without the target of this rank: rank 0, which does not have it, must find the same signature.
@@ -139,16 +143,15 @@ class BatchSender:
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
             axes = step.microbatches[0].axes
-            tables = {axis.sizes for axis in axes.values()}
-            read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch.target, TARGET)) if name in tables}
+            length_names = {axis.sizes for axis in axes.values()}
+            all_named = (*named.items(), *named_leaves(batch.target, TARGET))
+            read_to_split = {id(leaf) for name, leaf in all_named if name in length_names}
             self._new = BatchSignature(
                 step.recordings,
                 tuple(names.get(id(leaf), "") for leaf in tensors),
                 structure,
-                frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read),
+                frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read_to_split),
                 tuple(name for name, axis in axes.items() if axis.dim is None),
-                {},
-                set(),
             )
 
     def _needed_by(self, index: int, rank: int, step: Step) -> set[int] | None:
@@ -169,7 +172,8 @@ class BatchSender:
                     nodes += [node for node in graph.nodes if node.from_inputs]
                     read.update(graph.outputs)
                 read.update(name for node in nodes for name in node.reads)
-            # The third sample of a batch may be the first of a microbatch: entries of lists are sent all or none.
+            # An entry of a list has another number in a microbatch than in the batch, so its name does not tell which
+            # one is read: all entries of a list that is read are sent.
             lists = [name for name in signature.lists if any(value.startswith(f"{name}.") for value in read)]
             signature.needed[rank] = {
                 position
@@ -221,16 +225,17 @@ def hinting_at_rank_0_arguments() -> Iterator[None]:
         yield
     except (CaptureError, NoLossError) as error:
         hints = (error.hint, 'with inputs="first" the model gets the arguments of rank 0 only: pass all of them there')
-        hint = "; ".join(filter(None, hints))
-        raise type(error)(error.problem, hint=hint, report=error.report, **error.values) from error.__cause__
+        raise error.with_hint("; ".join(filter(None, hints))) from error.__cause__
 
 
 def send_tensors(
     groups: ProcessGroups, tensors: Sequence[Tensor], needed_by: Callable[[int], Collection[int] | None]
 ) -> None:
     """On rank 0: send every rank the tensors with the indices that it needs; None: all of them."""
-    if tensors and is_staged(groups.group, tensors[0].device):
-        tensors = to_host(tensors, tensors[0].device)
+    # The user may pass some tensors on the host and others on a device.
+    devices = [tensor.device for tensor in tensors if goes_through_host(groups.group, tensor.device)]
+    if devices:
+        tensors = to_host(tensors, devices[0])
     works = [
         groups.start(dist.isend, tensors[index], group=groups.group, group_dst=rank)
         for rank in range(1, groups.num_ranks)
@@ -246,7 +251,7 @@ def receive_tensors(
     """On the other ranks: fill the buffers with the needed tensors; the rest stay uninitialised."""
     indices = _sent(buffers, needed)
     received = list(buffers)
-    if buffers and is_staged(groups.group, buffers[0].device):
+    if buffers and goes_through_host(groups.group, buffers[0].device):
         received = [host_buffer(buffer.shape, buffer.dtype) for buffer in buffers]
     works = [groups.start(dist.irecv, received[index], group=groups.group, group_src=0) for index in indices]
     for work in works:

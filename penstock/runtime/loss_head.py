@@ -204,7 +204,7 @@ class StepWarnings:
         """by text, whether it was issued for training; one issued for evaluation only is issued again in training"""
         self._num_steps = 0
 
-    def new(self, step: Step) -> list[WarningCause]:
+    def find_new(self, step: Step) -> list[WarningCause]:
         """The causes found on this rank that were not issued yet.
 
         Parameters are checked for hooks in the 1st, 2nd, 4th, 8th ... step.

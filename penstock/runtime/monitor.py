@@ -57,7 +57,8 @@ class RankMonitor:
         self._warm: set[bool] = set()
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
         self.step = 0
-        self._is_first_step = False
+        self._polls_waits = False
+        """whether a wait looks again and again if any rank is preparing or computing, as in a first step"""
         self.has_lost_contact = False
         """whether a message or synchronisation of the current call failed"""
         # A wait of NCCL belongs to the stream of its thread.
@@ -72,7 +73,7 @@ class RankMonitor:
 
         In a first step the deadline counts from the moment at which no rank is preparing the step or computing.
         """
-        if not self._is_first_step:
+        if not self._polls_waits:
             work.wait(self.deadline)
             return
         # gloo closes its connections when a wait times out, so the wait cannot be repeated with a short timeout.
@@ -89,13 +90,13 @@ class RankMonitor:
 
     def check_deadline(self, start: float) -> None:
         """Raise a RuntimeError if a wait that began at `start`, by `time.monotonic`, is past the deadline."""
-        if self._is_first_step:
+        if self._polls_waits:
             self._check_idle(start)
         if time.monotonic() - start > self.deadline.total_seconds():
             raise RuntimeError("timed out")
 
     def _check_idle(self, start: float) -> None:
-        """Raise a RuntimeError if no rank is preparing its first step or computing."""
+        """Raise a RuntimeError if for `deadline_seconds` no rank was preparing its first step or computing."""
         if min(time.monotonic() - start, self._watcher.idle_seconds()) > self._deadline_seconds:
             self._watcher.deadline_seconds = self._deadline_seconds
             raise RuntimeError("timed out: no rank is preparing or computing")
@@ -121,7 +122,8 @@ class RankMonitor:
 
     def idle(self) -> None:
         """Report that this rank runs no operation."""
-        self._is_first_step = False
+        self._polls_waits = False
+        # The status names the last step that ended, and this one did not.
         self._status.idle(max(self.step - 1, 0))
 
     def preparing(self) -> None:
@@ -132,7 +134,7 @@ class RankMonitor:
         """Report that a step begins. The caller has handled any earlier failure, so its report is cleared."""
         self.step, self.has_lost_contact = step, False
         self._set_deadline(is_first=is_training not in self._warm)
-        self._is_first_step = is_training not in self._warm and self._can_wait_in_thread
+        self._polls_waits = is_training not in self._warm and self._can_wait_in_thread
         self._status.preparing(step)
         if self._status.failure:
             self._status.recovered()
@@ -140,13 +142,13 @@ class RankMonitor:
     def step_finished(self, is_training: bool) -> None:
         """Report that a step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
         self._warm.add(is_training)
-        self._is_first_step = False
+        self._polls_waits = False
         self._set_deadline(is_first=False)
         self._status.idle(self.step if is_training else max(self.step - 1, 0))
 
     def step_failed(self, error: BaseException) -> None:
         """Report the error of a step that failed on this rank only to the other ranks."""
-        self._is_first_step = False
+        self._polls_waits = False
         self._status.failed(ErrorReport.of(error, self._status.rank).to_json(MAX_FAILURE_BYTES))
 
     def message_error(self, code: int, peer: int, error: RuntimeError) -> RunError:

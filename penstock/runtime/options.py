@@ -22,7 +22,7 @@ class RunOptions:
     model, compile the step or compute is added"""
     check_inputs_every: int = 100
     """interval in steps at which the ranks compare their whole batches; in every second step between, they compare a
-    sample of every tensor, on other devices than the CPU every 10 steps; 0: never"""
+    sample of every tensor, of those on other devices than the CPU every 10 steps; 0: never"""
     check_model: bool = True
     """whether the ranks compare their models before the first step: code and constants, and the values of parameters
     unless weights are loaded; otherwise only names, shapes and dtypes"""
@@ -48,9 +48,7 @@ class RunOptions:
             got = repr(self.nonfinite)
             raise RunError(f"nonfinite must be {choices_text(NONFINITE)}", got=got, hint='"skip"')
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
-            raise RunError(
-                "deadline_seconds must be a number above 0", deadline_seconds=repr(self.deadline_seconds), hint="60.0"
-            )
+            raise RunError("deadline_seconds must be a number above 0", got=repr(self.deadline_seconds), hint="60.0")
         for name, value in (("seed", self.seed), ("check_inputs_every", self.check_inputs_every)):
             number = as_int(value)
             if number is None or number < 0:

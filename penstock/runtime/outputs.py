@@ -18,10 +18,11 @@ from penstock.capture import LruCache, Recording, is_inexact
 from penstock.errors import CaptureError, PenstockWarning, RunError
 from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level, leaves, named_leaves, unflatten_one_level
 from penstock.loss import weighted_sum
-from penstock.runtime.broadcast import broadcast_refusal, broadcast_structure
+from penstock.runtime.broadcast import broadcast_structure, check_structure
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.step import Step
+from penstock.runtime.sync import RankSync, SyncRequest
 
 OutputDims = int | Mapping[str, int | str | None] | None
 """the batch dimension of every output, or a rule by the name of an output or of a part of it; see `merge`"""
@@ -33,7 +34,7 @@ def _plain(structure: Any) -> Any:
     """The same structure of lists, tuples and dicts; leaves that are neither tensors nor plain values become None."""
     parts = flatten_one_level(structure)
     if parts is None:
-        is_known = hasattr(structure, "shape") or structure is None or type(structure) in (bool, int, float, str)
+        is_known = isinstance(structure, Tensor) or structure is None or type(structure) in (bool, int, float, str)
         return structure if len(leaves(structure)) == 1 and is_known else None
     items = [_plain(item) for item in parts.items]
     if parts.kind in (list, tuple):
@@ -56,9 +57,9 @@ def check_output_dims(output_dims: object) -> None:
 class OutputMerger:
     """Merges the outputs of the microbatches of a step into those of the batch."""
 
-    def __init__(self, model_part: ModelPart, loss_head: LossHead, last_rank: int) -> None:
+    def __init__(self, model_part: ModelPart, loss_head: LossHead, sync: RankSync, last_rank: int) -> None:
         self._model_part, self._captured, self._loss_head = model_part, model_part.captured, loss_head
-        self._last_rank = last_rank
+        self._sync, self._last_rank = sync, last_rank
         self._joined: LruCache[tuple[int, int], tuple[Sequence[Recording], Any]] = LruCache()
         """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
         self._warned: set[str] = set()
@@ -66,20 +67,21 @@ class OutputMerger:
     def merged(self, step: Step) -> Any:
         """Merge the outputs on the rank of the last stage, and return the result on every rank.
 
-        On other ranks, containers of types that only the model defines become dicts.
+        On other ranks, containers of types that only the model defines become dicts. If outputs cannot be merged, all
+        ranks of all pipelines raise the error.
         """
-        groups, device, source = self._model_part.groups, self._model_part.device, self._last_rank
+        groups, source = self._model_part.groups, self._last_rank
         if groups.is_local:
             return self._merge(step)
-        if groups.rank != source:
-            return broadcast_structure(groups, None, source, device)
-        try:
-            output = self._merge(step)
-        except Exception as error:
-            broadcast_refusal(groups, error, source)
-            raise
-        broadcast_structure(groups, _plain(output), source, device)
-        return output
+        request, output, sent = SyncRequest("the outputs of a step", step.number), None, None
+        with self._sync.errors_on_all_ranks(request):
+            if groups.rank == source:
+                output = self._merge(step)
+                sent = _plain(output)
+                check_structure(sent)
+        self._sync.exchange(request)
+        received = broadcast_structure(groups, sent, source, self._model_part.device)
+        return output if groups.rank == source else received
 
     def _merge(self, step: Step) -> Any:
         microbatches, recordings = step.microbatches, step.recordings

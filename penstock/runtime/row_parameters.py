@@ -50,9 +50,9 @@ class RowParameters:
         held = {value.name for value in plan.graph.parameters}
         self.split_names: dict[str, list[str]] = {}
         """the parameters that no rank has whole, each with the names of its rows in order"""
-        for name, row in self.slices.items():
-            if row.whole not in held:
-                self.split_names.setdefault(row.whole, []).append(name)
+        for name, row_slice in self.slices.items():
+            if row_slice.whole not in held:
+                self.split_names.setdefault(row_slice.whole, []).append(name)
         self.replaced = {id(row.rows): row for row in self._summed if row.rows is not None and row.whole is not None}
         """the rows that a whole parameter of this process replaces, by the ids of their parameters"""
         for row in self.replaced.values():
@@ -64,23 +64,23 @@ class RowParameters:
     ) -> list[RowParameter]:
         """The parameters that are rows of others, in the order of the graph, with the ranks of both."""
         found, users = [], parameter_ranks(plan)
-        for name, row in self.slices.items():
+        for name, row_slice in self.slices.items():
             (rank,) = users[name]
-            holders = users.get(plan.graph.tensor_of(row.whole), set())
+            holders = users.get(plan.graph.tensor_of(row_slice.whole), set())
             if len(holders) > 1 and not self._groups.is_local:
                 raise PlanError(
                     "a parameter that is tied to a split output layer must be used on one rank only",
-                    name=row.whole,
+                    name=row_slice.whole,
                     ranks=sorted(holders),
                     hint="vocabulary_shards=None",
                 )
-            whole, whole_rank = own.get(row.whole), next(iter(holders), None)
+            whole, whole_rank = own.get(row_slice.whole), next(iter(holders), None)
             if self._groups.is_local:
-                if whole is None and not wholes[row.whole].is_meta:
+                if whole is None and not wholes[row_slice.whole].is_meta:
                     # The user's own parameter, whose memory the rows share.
-                    whole = wholes[row.whole]
+                    whole = wholes[row_slice.whole]
                 rank, whole_rank = 0, None if whole is None else 0
-            found.append(RowParameter(name, row, own.get(name), whole, rank, whole_rank))
+            found.append(RowParameter(name, row_slice, own.get(name), whole, rank, whole_rank))
         return found
 
     @property
@@ -101,6 +101,7 @@ class RowParameters:
 
     def finish(self) -> None:
         """Sum on the rank of the whole parameter and send rows back; every rank visits them in the same order."""
+        # Two loops: the gradient of a whole parameter is complete only once the rows of all ranks were added to it.
         trained = [row for row in self._summed if (row.rows if row.whole is None else row.whole).requires_grad]
         for row in trained:
             gradient = None if row.rows is None else row.rows.grad
@@ -146,8 +147,8 @@ class RowParameters:
     def join(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors with whole parameters in place of their rows, as far as all rows are there."""
         joined = dict(tensors)
-        for originals in dict.fromkeys(row.names for row in self.slices.values()):
-            names = [name for name, row in self.slices.items() if row.names == originals]
+        for originals in dict.fromkeys(row_slice.names for row_slice in self.slices.values()):
+            names = [name for name, row_slice in self.slices.items() if row_slice.names == originals]
             whole = joined.get(originals[0])
             if whole is None and all(name in joined for name in names):
                 whole = torch.cat([joined[name] for name in names])
@@ -162,9 +163,9 @@ class RowParameters:
         `names` are those of the split model: a whole parameter that it has too stays.
         """
         found, unused = dict(state), set()
-        for name, row in self.slices.items():
-            given = [state[other] for other in row.names if other in state]
-            if given and isinstance(given[0], Tensor) and len(given[0]) == row.size:
-                found.setdefault(name, row.of(given[0]))
-                unused.update(set(row.names) - set(names))
+        for name, row_slice in self.slices.items():
+            given = [state[other] for other in row_slice.names if other in state]
+            if given and isinstance(given[0], Tensor) and len(given[0]) == row_slice.size:
+                found.setdefault(name, row_slice.of(given[0]))
+                unused.update(set(row_slice.names) - set(names))
         return {name: value for name, value in found.items() if name not in unused}

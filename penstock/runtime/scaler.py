@@ -86,7 +86,7 @@ class GradScaler:
         has_overflow = not all_finite(parameter.grad for parameter in parameters)
         request = SyncRequest("unscale_", self._sync.step)
         result = self._sync.exchange(request, SyncVote(maxes=(float(has_overflow),)))
-        self._sync.close()
+        self._sync.operation_ended()
         self._gradients.overflows[id(optimizer)] = result.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:

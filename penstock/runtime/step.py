@@ -131,13 +131,12 @@ class StepSnapshot:
         buffers: Iterable[BufferName] = (),
     ) -> None:
         """Without `restores` nothing is copied, and a step that fails drops all gradients."""
-        self._reduced = tuple(dict.fromkeys(reduced))
-        self._others = tuple(
-            parameter for parameter in dict.fromkeys(parameters) if parameter not in set(self._reduced)
-        )
+        unique = dict.fromkeys(reduced)
+        self._reduced = tuple(unique)
+        self._others = tuple(parameter for parameter in dict.fromkeys(parameters) if parameter not in unique)
         self._buffer_names = tuple(buffers) if restores else ()
         self._restores = restores
-        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        self._set_aside: dict[nn.Parameter, Tensor | None] = {}
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
         self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
         """name, the tensor of that name before the step, and a copy of its values"""
@@ -147,7 +146,7 @@ class StepSnapshot:
     def take(self) -> None:
         """Save the current state; call this before the step."""
         for parameter in self._reduced:
-            self._aside[parameter], parameter.grad = parameter.grad, None
+            self._set_aside[parameter], parameter.grad = parameter.grad, None
         if not self._restores:
             return
         for parameter in self._others:
@@ -166,10 +165,10 @@ class StepSnapshot:
 
     def commit(self) -> None:
         """Keep a successful step: add the gradients that were set aside to those of the step."""
-        for parameter, earlier in self._aside.items():
+        for parameter, earlier in self._set_aside.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._aside, self._gradients, self._buffers = {}, {}, []
+        self._set_aside, self._gradients, self._buffers = {}, {}, []
 
     def restore(self) -> None:
         """Undo a failed step: restore gradients and buffers to their values before it."""
@@ -177,7 +176,7 @@ class StepSnapshot:
             restore_content(buffer, values)
             # The model may have assigned another tensor.
             setattr(owner, name, buffer)
-        for parameter, earlier in self._aside.items():
+        for parameter, earlier in self._set_aside.items():
             parameter.grad = earlier if self._restores else None
         for parameter in self._others:
             copy = self._gradients.get(parameter)
@@ -188,7 +187,7 @@ class StepSnapshot:
             else:
                 # In place, so that other references to the gradient, such as flat buffers, see the restored values.
                 parameter.grad.copy_(copy)
-        self._aside, self._gradients, self._buffers = {}, {}, []
+        self._set_aside, self._gradients, self._buffers = {}, {}, []
 
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:

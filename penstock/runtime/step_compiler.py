@@ -31,10 +31,10 @@ from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
-    LocalSlot,
     OverlappedPasses,
     PassRunner,
     RankProgram,
+    SameRankSlot,
     SlotValues,
     StagePass,
     Thunk,
@@ -233,7 +233,7 @@ class _RankCompiler:
         self._codecs: dict[tuple[int, bool], TensorCodec] = {}
         self._sends: dict[MessageKey, SendSlot] = {}
         self._recvs: dict[MessageKey, RecvSlot] = {}
-        self._locals: dict[MessageKey, LocalSlot] = {}
+        self._same_rank_slots: dict[MessageKey, SameRankSlot] = {}
 
     def compiled(self) -> RankProgram:
         self._make_message_slots()
@@ -253,7 +253,7 @@ class _RankCompiler:
             self._runner,
             tuple(self._sends.values()),
             tuple(self._recvs.values()),
-            tuple(self._locals.values()),
+            tuple(self._same_rank_slots.values()),
         )
 
     def _make_message_slots(self) -> None:
@@ -335,7 +335,10 @@ class _RankCompiler:
         self, values: Sequence[Value], key: MessageKey, slots: Mapping[MessageKey, SendSlot | RecvSlot]
     ) -> SlotValues:
         """The values with the slot of their message; within a rank no message is sent."""
-        slot = slots.get(key) or self._locals.setdefault(key, LocalSlot())
+        slot = slots.get(key)
+        if slot is None:
+            # Both ends use the same slot.
+            slot = self._same_rank_slots.setdefault(key, SameRankSlot())
         return SlotValues(tuple(value.name for value in values), slot)
 
 

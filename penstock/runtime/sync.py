@@ -27,15 +27,12 @@ from torch import Tensor
 from penstock.errors import PenstockError, RunError
 from penstock.launch import text_of
 from penstock.runtime.agreement import Agreement, describe_batch, different_batches, first_difference
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import SYNC_TAG, ProcessGroups
 
 MAX_CONTENT = 36
 """how many numbers a vote can carry from one rank to all others"""
 MAX_REDUCED = 4
 """how many sums, and how many maxima, a vote can contribute to"""
-
-TAG = 2_000_000_011
-"""message tag of a sync, which separates its messages from the user's own on the same group"""
 
 _UNUSED_BITS = 12
 """bits of a 64-bit digest that are left out, so that a float holds the rest exactly"""
@@ -102,11 +99,11 @@ class RankSync:
     _unfinished: ClassVar[dict[int | None, "RankSync"]] = {}
     """by the id of a control group, which the sync keeps alive: the sync that was started and not finished"""
 
-    def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
+    def __init__(self, groups: ProcessGroups, tag: int = SYNC_TAG) -> None:
         self._groups = groups
-        self._control_id = None if groups.is_local or tag != TAG else id(groups.control)
+        self._control_id = None if groups.is_local or tag != SYNC_TAG else id(groups.control)
         # Other syncs may be open while this one is used, so they do not share its channels.
-        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == TAG)
+        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == SYNC_TAG)
         self._pipelines = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
         self._number, self._pipeline_id = 0, -1
         self.step = 0
@@ -131,7 +128,7 @@ class RankSync:
 
     def concurrent(self, number: int) -> "RankSync":
         """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
-        other = RankSync(self._groups, TAG + number)
+        other = RankSync(self._groups, SYNC_TAG + number)
         other._pipeline_id = self._pipeline_id
         return other
 
@@ -164,15 +161,15 @@ class RankSync:
         # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
         self._send(request, vote, zlib.crc32(f"{self._pipeline_id} {request.text}".encode()))
 
-    def refuse(self, request: SyncRequest, error: Exception, seconds: float = 0.0) -> None:
+    def refuse(self, request: SyncRequest, error: Exception, failed_at: float = 0.0) -> None:
         """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself.
 
-        If several ranks refuse, the other ranks raise the error of the one with the smallest `seconds`.
+        If several ranks refuse, the others raise the error that happened first, by `failed_at` (time.time()).
         """
         if isinstance(error, PenstockError):
             error.repeats = False
         with suppress(RunError):
-            self._send(request, SyncVote(Agreement([_error_text(error)]), content=(seconds,)), _REFUSED)
+            self._send(request, SyncVote(Agreement([_error_text(error)]), content=(failed_at,)), _REFUSED)
             self.finish()
 
     @contextmanager
@@ -187,7 +184,7 @@ class RankSync:
                 raised = raised.at(rank=self._groups.rank)
             raise raised.on_all_ranks() from (error.__cause__ if isinstance(error, PenstockError) else error)
 
-    def close(self) -> None:
+    def operation_ended(self) -> None:
         """Report to the monitor that the operation that this sync began is over."""
         if self._groups.monitor is not None:
             self._groups.monitor.idle()
@@ -230,7 +227,8 @@ class RankSync:
         sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), VOTE_BYTES)])
         pipeline_sums, by_pipeline = sums, ()
         if self._pipelines is not None:
-            votes = self._finish_pipelines(self._pipelines, packed._replace(sums=sums, maxes=maxes), vote, problem)
+            pipeline_vote = packed._replace(sums=sums, maxes=maxes)
+            votes, problem = self._finish_pipelines(self._pipelines, pipeline_vote, vote, problem)
             sums, maxes = _reduced(votes)
             by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
@@ -239,8 +237,8 @@ class RankSync:
 
     def _finish_pipelines(
         self, pipelines: "_Exchange", pipeline_vote: "_PackedVote", vote: SyncVote, problem: RunError | None
-    ) -> "list[_Reductions]":
-        """The results of all pipelines; a problem of one pipeline is a problem of all."""
+    ) -> "tuple[list[_Reductions], RunError | None]":
+        """The results of all pipelines, and their problem; a problem of one pipeline is a problem of all."""
         agreement, digest = _NO_AGREEMENT, pipeline_vote.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
@@ -252,9 +250,15 @@ class RankSync:
         votes = _unpack_votes(pipelines.finish())
         kind = "replica" if self._groups.num_tensor_ranks == 1 else "pipeline"
         other = _problem(pipelines, votes, SyncVote(agreement), kind)
-        if other is not None and problem is None:
-            raise other
-        return [(packed.sums, packed.maxes) for packed in votes]
+        return [(packed.sums, packed.maxes) for packed in votes], problem or other
+
+
+def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
+    """Raise the problem of any rank of any pipeline on all of them."""
+    has_problem = groups.gather(torch.tensor([int(problem is not None)])).amax(0)
+    if groups.gather_peers(has_problem).any():
+        texts = groups.gather_texts("" if problem is None else json.dumps(problem.to_dict()))
+        raise RunError.from_dict(json.loads(next(filter(None, texts))))
 
 
 _TEXT_BYTES = 104
@@ -334,8 +338,10 @@ def _keys_are_equal(data: bytes) -> bool:
 class _Exchange:
     """Gathers the votes of all ranks of one group: each sends its own to the last rank, which sends all of them back.
 
-    That takes two messages per rank, where all_gather takes one per pair of ranks. Every rank must call `start` and
-    `finish` in turn. With `uses_channels` they travel in shared memory once all ranks are connected by it.
+    That takes two messages per rank, where all_gather takes one per pair of ranks. The last rank has nothing to compute
+    before the first activation arrives, so it answers at once; rank 0 would answer only after a forward, for which all
+    others would wait. Every rank must call `start` and `finish` in turn. With `uses_channels` they travel in shared
+    memory once all ranks are connected by it.
     """
 
     def __init__(self, groups: ProcessGroups, group: Any, tag: int, uses_channels: bool = False) -> None:
@@ -366,6 +372,7 @@ class _Exchange:
     def finish(self) -> bytes:
         """Wait for the votes of all ranks."""
         if self._channels:
+            # Not an operation of torch.distributed, but its errors are explained in the same way.
             return self._groups.start(self._finish_channels)
         self._wait(self._works)
         if self._rank == self._last:
@@ -420,23 +427,23 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
     if all(packed.key == votes[0].key for packed in votes):
         return None
     refusing = [index for index, packed in enumerate(votes) if packed.key.request == _REFUSED]
-    refusing.sort(key=lambda index: votes[index].content)
-    problem = None if refusing else _different_requests(votes, kind)
-    if problem is None and not refusing and len({packed.key.checksum for packed in votes}) > 1:
+    if not refusing and (problem := _different_requests(votes, kind)) is not None:
+        return problem.on_all_ranks()
+    # Every rank takes part in the exchanges below, because all of them see the same votes.
+    if not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
-        # Every rank takes part in these exchanges, because all of them see the same votes.
         text = json.dumps(describe_batch(vote.batch))
         sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(votes))
-        problem = different_batches([json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))])
-    elif problem is None:
-        texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
-        if refusing:
-            problem = RunError.from_dict(json.loads(texts[refusing[0]]), **{kind: refusing[0]})
-            problem.repeats = True
-        else:
-            problem = first_difference([text.split("\n") for text in texts], kind)
-    problem = problem or RunError(f"the {kind}s disagree about the next operation")
-    return problem.on_all_ranks()
+        batches = [json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))]
+        return different_batches(batches).on_all_ranks()
+    texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
+    if refusing:
+        first = min(refusing, key=lambda index: votes[index].content)
+        problem = RunError.from_dict(json.loads(texts[first]), **{kind: first})
+        problem.repeats = True
+        return problem
+    problem = first_difference([text.split("\n") for text in texts], kind)
+    return (problem or RunError(f"the {kind}s disagree about the next operation")).on_all_ranks()
 
 
 def _error_text(error: Exception) -> str:

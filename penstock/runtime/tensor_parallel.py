@@ -21,6 +21,7 @@ from penstock.errors import RunError
 from penstock.runtime.agreement import checksum, sample
 from penstock.runtime.fsdp import averaged_by_fsdp
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.sync import raise_on_all_ranks
 
 NUM_SAMPLED = 1024
 """entries of each parameter that ranks compare"""
@@ -146,6 +147,7 @@ def find_layouts(
             raise untied
         return {parameter: ParameterLayout() for _, parameter in named}
     averaged = averaged_by_fsdp(stages)
+    # All checks run before any error is raised: every rank must make the same collective calls.
     problem = untied or _wrong_mesh(groups, named) or _layer_split_over_replicas(groups, stages, averaged)
     rows, difference = _gather_hashes(groups, named, has_weights)
     raise_on_all_ranks(groups, problem or difference)
@@ -161,7 +163,9 @@ def find_layouts(
         divisor = float(groups.num_replicas)
         if parameter in averaged:
             members, factor = averaged[parameter]
-            # FSDP over ranks that share tensors as well sums the same gradient several times.
+            # FSDP divides the sum over `members` by `factor`. Tensor-parallel ranks have the same batch, so if they are
+            # members too, each replica is in that sum `times` times. Summed over the remaining replicas, it is
+            # times / factor * sum(replicas), and the divisor makes that the mean.
             times = len(members) / len(members.intersection(replica_ranks))
             divisor = divisor * times / factor
             same = [rank for rank in same if rank not in members or rank == dist.get_rank()]
@@ -321,11 +325,3 @@ def _shard_hash(parameter: nn.Parameter) -> int:
     places = zip(parameter.placements, mesh.mesh.shape, mesh.get_coordinate() or (), strict=True)
     sharded = [place for place in places if not isinstance(place[0], Replicate)]
     return 2 * zlib.crc32(f"{text} {sharded}".encode()) + 1
-
-
-def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
-    """Raise the problem of any rank of any pipeline on all of them."""
-    has_problem = groups.gather(torch.tensor([int(problem is not None)])).amax(0)
-    if groups.gather_peers(has_problem).any():
-        texts = groups.gather_texts("" if problem is None else json.dumps(problem.to_dict()))
-        raise RunError.from_dict(json.loads(next(filter(None, texts))))

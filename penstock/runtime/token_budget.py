@@ -18,7 +18,7 @@ here only the order of sums differs"""
 _NUM_COMPARED = 4
 """samples whose loss is compared with and without padding"""
 _NUM_MEASURED = 4
-"""steps whose passes are timed before only those of the 8th, 16th, 32nd ... step are"""
+"""the first steps, all of which are timed; after them, only those that follow 4, 8, 16 ... steps"""
 
 
 class TokenBudget:
@@ -56,7 +56,7 @@ class TokenBudget:
         return len(padding.lengths) * padding.width / self._plan.num_microbatches
 
     @property
-    def is_measured(self) -> bool:
+    def times_next_step(self) -> bool:
         """Whether the passes of the next training step are to be timed."""
         number = self._num_steps
         # Costs that are measured differ from run to run, and with them groups, rounding and random numbers.
@@ -64,13 +64,11 @@ class TokenBudget:
             number < _NUM_MEASURED or not number & (number - 1)
         )
 
-    def step_taken(self, microbatches: Sequence[Microbatch], trace: object) -> tuple[TokenGroup, ...]:
-        """Count a training step, and learn the costs from its Trace if it was timed; returns its groups."""
-        groups = token_groups(microbatches)
-        if self.is_measured and self._planner is not None:
+    def record_step(self, groups: Sequence[TokenGroup], trace: object) -> None:
+        """Count a training step with these groups, and learn the costs from its Trace if it was timed."""
+        if self.times_next_step and self._planner is not None:
             self._planner.add(trace, groups)
         self._num_steps += 1
-        return groups
 
 
 def token_groups(microbatches: Sequence[Microbatch]) -> tuple[TokenGroup, ...]:
@@ -82,8 +80,8 @@ def token_groups(microbatches: Sequence[Microbatch]) -> tuple[TokenGroup, ...]:
 def balanced_shares(whole: Microbatch, budget: int, num_replicas: int) -> list[Microbatch]:
     """The samples of each replica, so that the replicas have about equally many padded tokens.
 
-    Groups of similar lengths, or single samples, are divided among the replicas, whichever leaves the replica with the
-    most padded tokens fewer of them. Fewer shares if there are fewer samples than replicas.
+    Groups of similar lengths, or single samples, are divided among the replicas, whichever gives the smaller maximum of
+    padded tokens. Fewer shares if there are fewer samples than replicas.
     """
     padding = find_padding(whole)
     lengths, count = padding.lengths, min(num_replicas, whole.size)

@@ -20,7 +20,7 @@ from penstock.capture import LruCache, spec_of
 from penstock.errors import RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
-from penstock.runtime.executor import LOSS, LocalSlot, RankProgram, StagePass, execute
+from penstock.runtime.executor import LOSS, RankProgram, SameRankSlot, StagePass, execute
 from penstock.runtime.fsdp import FsdpStages
 from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.groups import ProcessGroups
@@ -29,7 +29,8 @@ from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.transports import DescribedTransport, make_transport
 from penstock.stages import DeferredAccumulator, ForwardRun
 
-# Stands for the values of a message that has a header: any number of any shape.
+# Stands for the values of a message that has a header: any number of any shape. It requires a gradient, so that a
+# message with gradients goes back.
 _DESCRIBED = Value("values", TensorSpec((), "float32", requires_grad=True))
 _MAX_COMPILED = 32
 
@@ -99,13 +100,14 @@ class UserStageRunner:
         """by the producing stage and the microbatch, the values for which backward found no gradient"""
 
     def forward(self, stage_pass: StagePass) -> None:
-        """Run a stage on the values that it received; pass on what it returns."""
+        """Run a stage on the values that it received; pass on its result."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
         self.fsdp.wait(index)
-        stage, received, is_local = self.stages[index], [], False
+        stage, received, is_same_rank = self.stages[index], [], False
+        # Stages form a chain, so that each pass has at most one slot of each direction.
         for _, slot in stage_pass.incoming:
             received += [value for value in slot.take() if value is not None]
-            is_local = isinstance(slot, LocalSlot)
+            is_same_rank = isinstance(slot, SameRankSlot)
         self.received[index, microbatch] = tuple(map(spec_of, received))
         incoming = {str(number): value for number, value in enumerate(received)}
         outputs: list[StageOutput] = []
@@ -119,7 +121,7 @@ class UserStageRunner:
             return {str(number): value for number, value in enumerate(outputs[0].values)}
 
         # A stage may write into its inputs. Those from another stage of this rank are needed for that stage's backward.
-        written = tuple(incoming) if is_local else ()
+        written = tuple(incoming) if is_same_rank else ()
         splits_backward = stage_pass.splits_backward and stage.build_weight_grad is None
         accumulator = self._accumulators[index]
         run = ForwardRun(run_stage, incoming, accumulator.run, written=written, splits_backward=splits_backward)
@@ -275,7 +277,7 @@ class UserStageEngine:
         )
         runner.begin(is_training, count)
         runner.expected = specs.sent if specs else None
-        self._described.call = number
+        self._described.step_number = number
         try:
             execute(compiled, self.groups.monitor.action_reporter)
             for slot in compiled.send_slots:

@@ -49,7 +49,7 @@ class StageWeights:
         self.start()
 
     def start(self) -> None:
-        """Begin a stream with the weights that the parameters have now."""
+        """Begin a stream with the weights that the parameters have now, and without gradients."""
         self._present = Version(0, 0, self._data())
         self._previous: Version | None = None
         """with "2bw", the version before the present one"""
@@ -141,7 +141,9 @@ class StageWeights:
         aside = [parameter.grad for parameter in self._others]
         for parameter in self._others:
             parameter.grad = None
-        # The memory that autograd has saved is not written, so the parameters count as unchanged for it.
+        # Forwards in flight have tensors of the old memory saved for backward. The optimizer does not write them, as
+        # the parameters have moved above. But autograd counts the writes to a Parameter, whatever its memory, and would
+        # raise "modified by an inplace operation": so the count is kept.
         global _is_updating
         _is_updating = True
         try:

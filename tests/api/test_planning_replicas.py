@@ -114,7 +114,7 @@ def misfits() -> str:
 def test_the_error_names_the_parameter_that_differs(pools: Pools) -> None:
     texts = pools[4].run(misfits)
     assert set(texts) == {texts[0]}
-    assert "the replicas were given different parameter first.weight" in texts[0]
+    assert "parameter first.weight must be the same on every replica" in texts[0]
     assert "(replica 0: float32[4, 4], replica 1: float32[5, 4])" in texts[0]
 
 

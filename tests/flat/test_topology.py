@@ -60,7 +60,7 @@ def set_up_differently() -> str:
 def test_different_dimensions_are_an_error_on_every_rank(pools: Pools) -> None:
     first, second = pools[2].run(set_up_differently)
     assert first == second
-    assert "the ranks were given different dimensions" in first
+    assert "dimensions must be the same on every rank" in first
 
 
 def test_without_processes_the_error_hints_at_launching_them() -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +18,12 @@ import penstock
 from penstock.launch import group_device
 from penstock.measure.timing import Clock
 from penstock.runtime.executor import ActionTimes, DeviceTimes, action_times
-from penstock.runtime.host_memory import is_staged, read_scalars, to_host
+from penstock.runtime.host_memory import goes_through_host, read_scalars, to_host
+from penstock.runtime.inputs import send_tensors
 
 CUDA = torch.device("cuda", 0)
-STAGED = tuple(f"penstock.runtime.{name}.is_staged" for name in ("transports.distributed", "gradients", "inputs"))
+USERS = tuple(f"penstock.runtime.{name}" for name in ("transports.distributed", "gradients", "inputs"))
+"""the files that copy through host memory"""
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 """the calls that wait for the device of a tensor"""
 
@@ -224,12 +227,12 @@ def test_collectives_of_a_device_backend_use_the_current_device(monkeypatch: pyt
     assert group_device("gloo") == torch.device("cpu")
 
 
-def test_only_device_tensors_over_gloo_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_device_tensors_over_gloo_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda group: group)
-    assert is_staged("gloo", CUDA)
-    assert not is_staged("nccl", CUDA)
-    assert not is_staged("gloo", torch.device("cpu"))
-    assert not is_staged(None, CUDA)
+    assert goes_through_host("gloo", CUDA)
+    assert not goes_through_host("nccl", CUDA)
+    assert not goes_through_host("gloo", torch.device("cpu"))
+    assert not goes_through_host(None, CUDA)
 
 
 def test_copies_to_the_host_are_pinned_and_waited_for_once(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +254,18 @@ def test_copies_to_the_host_are_pinned_and_waited_for_once(queue: Queue, monkeyp
     assert to_host([], CUDA) == []
 
 
-def staged_step(inputs: str) -> tuple[int, float, dict[str, Tensor], list[str]]:
+def test_a_batch_with_one_tensor_on_a_device_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Tensor] = []
+    group = SimpleNamespace(group="gloo", num_ranks=2, start=lambda operation, tensor, **_: sent.append(tensor))
+    group.wait = lambda work: None
+    # Memory of the meta device stands for that of a device.
+    monkeypatch.setattr("penstock.runtime.inputs.goes_through_host", lambda group, device: device.type == "meta")
+    monkeypatch.setattr("penstock.runtime.inputs.to_host", lambda tensors, device: [torch.zeros(2) for _ in tensors])
+    send_tensors(group, [torch.ones(2), torch.ones(2, device="meta")], lambda rank: None)
+    assert [tensor.device.type for tensor in sent] == ["cpu", "cpu"]
+
+
+def step_through_host(inputs: str) -> tuple[int, float, dict[str, Tensor], list[str]]:
     """One step in which all messages go through host copies; the waits, the loss and the gradients of this rank."""
     copied: list[str] = []
 
@@ -260,10 +274,9 @@ def staged_step(inputs: str) -> tuple[int, float, dict[str, Tensor], list[str]]:
         return buffer.clone()
 
     with simulated_device() as queue, pytest.MonkeyPatch.context() as patch:
-        for name in STAGED:
-            patch.setattr(name, lambda *_: True)
-        for name in ("transports.distributed", "gradients", "inputs"):
-            patch.setattr(f"penstock.runtime.{name}.to_device", to_device)
+        for name in USERS:
+            patch.setattr(f"{name}.goes_through_host", lambda *_: True)
+            patch.setattr(f"{name}.to_device", to_device)
         model, plan, x, y = tied(4, dist.get_world_size())
         options = penstock.RunOptions(transport="distributed")  # which copies through the host
         pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, reduction="mean", inputs=inputs, options=options)
@@ -280,7 +293,7 @@ def test_a_step_through_host_copies_has_the_gradients_of_the_model(pools: Any, i
     model, _, x, y = tied(4)
     expected = loss_fn(model(x), y)
     expected.backward()
-    results = pools[2].run(staged_step, inputs)
+    results = pools[2].run(step_through_host, inputs)
     names = set()
     for waits, loss, gradients, copied in results:
         assert waits > 0

@@ -2,11 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
+import torch
 
 from penstock import lower, schedule
 from penstock.ir import Crossing, TensorSpec, Value
-from penstock.runtime import Agreement, first_difference
+from penstock.runtime import Agreement, checksum, first_difference
+from penstock.runtime.agreement import describe_batch, different_batches
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 PROGRAM = lower(schedule("1f1b", 3, 2))
@@ -59,6 +62,32 @@ def test_a_hundred_edges_changed_at_one_end_are_all_refused_with_both_stages_and
         assert f"producer: stage {edge[0]}, consumer: stage {edge[1]}" in problem
         assert str(old.spec) in problem
         assert str(values[place].spec) in problem
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.float32)),
+        (np.arange(3), np.arange(3, 6)),
+    ],
+)
+def test_arrays_of_other_shape_dtype_or_entries_have_other_checksums(first, other):
+    assert checksum({"x": first}) == checksum({"x": first.copy()}) != checksum({"x": other})
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "shown"),
+    [
+        (torch.arange(80), torch.arange(80) * (torch.arange(80) < 70), "int64[80] after entry 63"),
+        ("a" * 70, "a" * 71, "after the first 64 characters"),
+        (np.zeros(100), np.append(np.zeros(99), 1.0), "after the first 64 characters"),
+    ],
+)
+def test_batches_that_are_shown_alike_differ_after_that(first, other, shown):
+    error = different_batches([describe_batch({"x": first}), describe_batch({"x": other})])
+    assert error.values["rank_0"] == error.values["rank_1"]
+    assert str(error.values["rank_0"]).endswith(shown)
 
 
 def test_ranks_that_see_the_same_have_no_difference():

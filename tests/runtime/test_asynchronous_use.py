@@ -1,12 +1,15 @@
 """Using asynchronous pipelines: results, drains, checkpoints, traces, failures, and what is refused."""
 
 import copy
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -353,3 +356,32 @@ def different_calls(drained_rank: int) -> None:
 def test_different_calls_raise_an_error(drained_rank: int) -> None:
     with pytest.raises(penstock.RunError, match="called drain"):
         penstock.launch(different_calls, 2, drained_rank)
+
+
+def failing_after_a_refused_evaluation() -> float:
+    """Seconds until this rank raises the error of an asynchronous step that fails on the rank of the last stage."""
+    os.environ["PENSTOCK_WATCH"] = "0"
+    fails = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("not today")
+        return mse_loss(output, target)
+
+    options = penstock.RunOptions(deadline_seconds=30.0, transport="shared")
+    pipe, (x, y) = pipeline(2, 2, "stash", "sgd", local=False, loss_fn=loss_fn, options=options), batches([6])[0]
+    pipe.step(x, target=y)
+    rows = 6 - 2 * dist.get_rank()
+    with pytest.raises(penstock.RunError, match="the ranks were given different batches"):
+        pipe.eval(x[:rows], target=y[:rows])
+    fails.append(True)
+    start = time.monotonic()
+    with pytest.raises(penstock.RunError):
+        run(pipe, [6] * 4)
+    return time.monotonic() - start
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_refused_evaluation_does_not_delay_the_error_of_a_later_step() -> None:
+    """The failed step ends the messages, so that the other rank does not wait for them until the deadline."""
+    assert max(penstock.launch(failing_after_a_refused_evaluation, 2)) < 15.0

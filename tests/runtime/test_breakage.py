@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.errors import RunError
-from penstock.runtime import sync
+from penstock.runtime import groups
 from tests.leftovers import nothing_left
 from tests.plans import quick_plan
 
@@ -70,7 +70,7 @@ def losing():
     """Drop all further messages of the stages of this rank."""
     send = dist.ProcessGroup.send
     dist.ProcessGroup.send = lambda group, tensors, peer, tag: (
-        send(group, tensors, peer, tag) if tag == sync.TAG else Gone()
+        send(group, tensors, peer, tag) if tag == groups.SYNC_TAG else Gone()
     )
 
 

@@ -53,10 +53,10 @@ def transfer(values: list[Tensor | None], sent_in: int = 0, expected_in: int = 0
     transport = DescribedTransport(groups, torch.device("cpu"))  # type: ignore[arg-type]
     key = (0, 1, 2)
     sender, receiver = transport.send_slot(Route(7, key, 1, 0, ())), transport.recv_slot(Route(8, key, 0, 0, ()))
-    transport.call = sent_in
+    transport.step_number = sent_in
     sender.put(values)
     sender.send()
-    transport.call = expected_in
+    transport.step_number = expected_in
     receiver.post()
     receiver.wait()
     return list(receiver.take())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.launch import StatusFile, shared_status_directory
 from tests.parity import Values, assert_identical
 from tests.plans import quick_plan
 from tests.process_pool import Pools
@@ -160,8 +161,11 @@ def failing_loss(output: Tensor, target: Tensor) -> Tensor:
 FAILURES = ({"forward": 1}, {"backward": 3}, {"loss": 1}, {"forward": 2, "backward": 1}, {"forward": 4})
 
 
-def continuing(transport: str, schedule: str) -> tuple[list[str], list[float], Values, Values]:
-    """Steps that fail on one rank, each caught; the errors, later losses, and gradients before and after."""
+def continuing(transport: str, schedule: str) -> tuple[list[str], list[str], list[float], Values, Values]:
+    """Steps that fail on one rank, each caught; the errors, later losses, and gradients before and after.
+
+    Also the last sync of a failed step and of a failed evaluation.
+    """
     model = fragile(3 if transport == "shared" else 0)
     options = penstock.RunOptions(transport=transport)
     pipe = pipe_of(model, schedule, local=False, loss_fn=failing_loss, options=options)
@@ -172,13 +176,20 @@ def continuing(transport: str, schedule: str) -> tuple[list[str], list[float], V
         with pytest.raises(penstock.RunError) as caught:
             pipe.step(X, target=TARGET)
         errors.append(str(caught.value))
-    after = gradients(pipe)
+    after, syncs = gradients(pipe), [last_sync()]
     fail(loss=1)
     with pytest.raises(penstock.RunError, match="not today"):
         pipe.evaluate(X, target=TARGET)
+    syncs.append(last_sync())
     fail()
     losses = [float(pipe.step(X, target=TARGET).loss), float(pipe.evaluate(X, target=TARGET).loss)]
-    return errors, losses, before, after
+    return errors, syncs, losses, before, after
+
+
+def last_sync() -> str:
+    """The last sync in the status file of this rank."""
+    status = StatusFile.read(shared_status_directory())[dist.get_rank()]
+    return [entry.sync_point for entry in status.recent if entry.sync_point][-1]
 
 
 @pytest.mark.gloo
@@ -193,8 +204,9 @@ def test_all_ranks_raise_the_error_of_one_and_can_take_the_next_step(
     expected = float(mse_loss(fragile(0)(X), TARGET).detach())
     results = pools[2].run(continuing, transport, schedule)
     assert results[0][0] == results[1][0]
-    for errors, losses, before, after in results:
+    for errors, syncs, losses, before, after in results:
         assert all("ValueError: not today (step: 1, rank: " in error for error in errors)
+        assert syncs == ["the end of step 1", "the end of eval before step 1"]
         assert_identical(after, before)
         assert losses == [pytest.approx(expected, rel=1e-12)] * 2
 

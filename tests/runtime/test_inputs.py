@@ -335,5 +335,6 @@ def set_on_one_rank() -> list[str]:
 def test_every_rank_refuses_microbatches_that_were_set_on_one_rank_only(pools: Pools) -> None:
     first, second = pools[2].run(set_on_one_rank)
     assert first == second
-    assert first[0].startswith("the ranks were given different microbatches (step: 1, rank 0: 2, ")
-    assert first[1].startswith("the ranks were given different kinds of batches so far (step: 1, rank 0: 0, rank 1: 1)")
+    assert first[0].startswith("microbatches must be the same on every rank (step: 1, rank 0: 2, ")
+    problem = "number of batch shapes so far must be the same on every rank"
+    assert first[1].startswith(f"{problem} (step: 1, rank 0: 0, rank 1: 1)")

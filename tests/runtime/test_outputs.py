@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.modeling_outputs import CausalLMOutput
 
 import penstock
@@ -15,6 +17,8 @@ from penstock.batches import microbatch_sizes
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Parts, flatten_one_level
 from penstock.runtime import merge
+from tests.plans import quick_plan
+from tests.process_pool import Pools
 
 
 def shapes(thing: Any) -> Any:
@@ -167,3 +171,56 @@ def test_output_dims_that_mean_nothing_are_refused(given: Any, message: str) -> 
     plan = penstock.plan(model, (x,), ranks=1, microbatches=2, schedule="gpipe", partitioner="uniform")
     with pytest.raises(RunError, match=message):
         penstock.Pipeline(model, plan, local=True, output_dims=given)
+
+
+class Spread(nn.Module):
+    """Returns rows that belong to no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"x": x, "spread": x.std(0), "scale": np.float64(2.0)}
+
+
+def refused_and_continued(num_replicas: int) -> tuple[list[str], list[Any], list[bool]]:
+    """The errors of steps whose outputs cannot be merged on one replica; outputs and gradients of later steps."""
+    torch.manual_seed(0)
+    model, x = Spread(), torch.randn(4, 4)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2)
+    mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("dp", "pp")) if num_replicas > 1 else None
+    pipe = penstock.Pipeline(model, plan, loss_fn=squares, mesh=mesh)
+    # Rules may differ between replicas, which merge their own outputs.
+    is_refused = mesh is None or mesh.get_local_rank("dp") == 1
+    wrong = {"spread": None} if is_refused else {"spread": "mean"}
+    errors = []
+    for call in (pipe.step, pipe.evaluate):
+        with pytest.raises(RunError) as caught:
+            call(x, target=x, return_outputs=True, output_dims=wrong)
+        errors.append(str(caught.value))
+    gradients = [parameter.grad is None for parameter in pipe.parameters()]
+    later = [call(x, target=x, return_outputs=True, output_dims={"spread": "mean"}) for call in (pipe.step, pipe.eval)]
+    return errors, [(len(result.outputs["x"]), result.outputs["scale"]) for result in later], gradients
+
+
+def squares(output: dict[str, Any], target: Tensor) -> Tensor:
+    return (output["x"] - target).square().mean()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_outputs_that_cannot_be_merged_are_an_error_on_all_ranks_after_which_they_continue(
+    pools: Pools, num_replicas: int
+) -> None:
+    results = pools[2 * num_replicas].run(refused_and_continued, num_replicas)
+    for rank, (errors, outputs, are_dropped) in enumerate(results):
+        for error in errors:
+            assert error.startswith("an output without a batch dimension differs between microbatches (")
+            assert "output: spread" in error
+            assert "try: output_dims={'spread': ...}" in error
+        # Only the rank of the last stage has values that cannot be sent.
+        assert outputs == [(4, 2.0 if rank % 2 else None)] * 2
+        assert all(are_dropped)

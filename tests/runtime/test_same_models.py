@@ -225,8 +225,8 @@ def other_optimizers(path: str) -> list[str]:
 def test_different_optimizers_are_refused(pools: Pools, tmp_path: Any) -> None:
     first, second = pools[2].run(other_optimizers, str(tmp_path))
     assert first == second
-    assert first[0] == first[2] == "the ranks were given different lr of the optimizer (rank 0: 0.1, rank 1: 0.2)"
-    assert first[1] == "the ranks were given different optimizer (rank 0: SGD, rank 1: AdamW)"
+    assert first[0] == first[2] == "lr of the optimizer must be the same on every rank (rank 0: 0.1, rank 1: 0.2)"
+    assert first[1] == "optimizer must be the same on every rank (rank 0: SGD, rank 1: AdamW)"
     assert first[3:] == ["not refused"] * 3
 
 

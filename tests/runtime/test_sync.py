@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.runtime import ProcessGroups
 from tests.plans import quick_plan
 from tests.process_pool import Pools
 from tests.small_models import WIDTH, chain, noise
@@ -181,15 +182,15 @@ def options_of(rank: int) -> list[dict[str, Any]]:
 
 
 WORDS = [
-    "different reduction (rank 0: 'mean', rank 1: 'sum')",
-    "different inputs (rank 0: 'all', rank 1: 'first')",
-    "different split (rank 0: {}, rank 1: {'input': 0})",
-    "different seed (rank 0: 0, rank 1: 1)",
-    "different nonfinite (rank 0: raise, rank 1: skip)",
-    "different check_inputs_every (rank 0: 0, rank 1: 1)",
-    "different restore_gradients (rank 0: True, rank 1: False)",
-    "different scaler (rank 0: (2.0, 2.0, 0.5, 2000), rank 1: (3.0, 2.0, 0.5, 2000))",
-    "different scaler (rank 0: None, rank 1: (2.0, 2.0, 0.5, 2000))",
+    "reduction must be the same on every rank (rank 0: 'mean', rank 1: 'sum')",
+    "inputs must be the same on every rank (rank 0: 'all', rank 1: 'first')",
+    "split must be the same on every rank (rank 0: {}, rank 1: {'input': 0})",
+    "seed must be the same on every rank (rank 0: 0, rank 1: 1)",
+    "nonfinite must be the same on every rank (rank 0: raise, rank 1: skip)",
+    "check_inputs_every must be the same on every rank (rank 0: 0, rank 1: 1)",
+    "restore_gradients must be the same on every rank (rank 0: True, rank 1: False)",
+    "scaler must be the same on every rank (rank 0: (2.0, 2.0, 0.5, 2000), rank 1: (3.0, 2.0, 0.5, 2000))",
+    "scaler must be the same on every rank (rank 0: None, rank 1: (2.0, 2.0, 0.5, 2000))",
 ]
 
 
@@ -201,7 +202,7 @@ def test_ranks_with_different_options_are_refused_with_both_values(pools: Pools)
     first, second = pools[2].run(differently_built)
     assert first == second
     for found, expected in zip(first, WORDS, strict=True):
-        assert found.split("\n")[0] == f"the ranks were given {expected}"
+        assert found.split("\n")[0] == expected
 
 
 def other_plans() -> list[str]:
@@ -225,7 +226,7 @@ def test_ranks_with_different_plans_are_refused(pools: Pools) -> None:
     first, second = pools[2].run(other_plans)
     assert first == second
     for found, name in zip(first, ("schedule", "number of microbatches", "stages", "loss_fn"), strict=True):
-        assert found.startswith(f"the ranks were given different {name} (rank 0: ")
+        assert found.startswith(f"{name} must be the same on every rank (rank 0: ")
 
 
 def each_its_own_plan(axes: tuple[int, ...]) -> tuple[list[list[str]], float]:
@@ -264,7 +265,7 @@ def test_different_calls_of_replicas_are_refused(pools: Pools) -> None:
     assert len(set(results)) == 1
     calls, seeds, _ = results[0]
     assert calls.startswith("replica 1 called eval while replica 0 called step")
-    assert seeds.startswith("the replicas were given different seed (replica 0: 0, replica 1: 1)")
+    assert seeds.startswith("seed must be the same on every replica (replica 0: 0, replica 1: 1)")
 
 
 def one_rank_of_a_replica() -> str:
@@ -278,3 +279,21 @@ def test_an_error_in_one_replica_is_raised_in_the_others(pools: Pools) -> None:
     words = pools[4].run(one_rank_of_a_replica)
     assert all("rank 1 called eval while rank 0 called step" in found for found in words)
     assert all("replica: 1" in found for found in words[:2])
+
+
+def test_an_operation_without_a_monitor_raises_its_own_error() -> None:
+    def fail() -> None:
+        raise RuntimeError("closed")
+
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        ProcessGroups.local(2).start(fail)
+    assert caught.value.__cause__ is None
+
+
+def test_a_copy_of_an_error_keeps_the_facts_about_it() -> None:
+    error = penstock.RunError("lost", hint="again", rank=1).on_all_ranks()
+    error.is_final, error.rank_summary = True, "ValueError: not today"
+    for copied in (error.at(step=3), error.with_hint("later")):
+        assert (copied.is_shared, copied.is_final, copied.rank_error_type) == (True, True, "ValueError")
+    assert str(error.at(step=3)) == "lost (step: 3, rank: 1)\ntry: again"
+    assert str(error.with_hint("later")) == "lost (rank: 1)\ntry: later"

@@ -2,6 +2,8 @@
 
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,13 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
-from penstock.runtime.transports import DistributedTransport, LocalTransport, Route, TensorCodec
+from penstock.runtime.transports import DescribedTransport, DistributedTransport, LocalTransport, Route, TensorCodec
 
 HOST = torch.device("cpu")
 
 
 class FakeGroup:
-    """Stands for a process group: tensors are kept until they are received; waits can be made to fail."""
+    """Stands for a process group: tensors are kept until they are received; operations can be made to fail."""
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
@@ -23,10 +25,16 @@ class FakeGroup:
         self.is_down = False
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> "Work":
+        self.check()
         self.sent.append(tensors[0])
         return Work(self, None)
 
+    def check(self) -> None:
+        if self.is_down:
+            raise RuntimeError("connection closed")
+
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> "Work":
+        self.check()
         self.buffers.append(weakref.ref(tensors[0]))
         return Work(self, tensors[0])
 
@@ -38,8 +46,7 @@ class Work:
         self.group, self.buffer = group, buffer
 
     def wait(self, deadline: timedelta) -> None:
-        if self.group.is_down:
-            raise RuntimeError("connection closed")
+        self.group.check()
         if self.buffer is not None:
             self.buffer.copy_(self.group.sent.pop(0))
 
@@ -65,7 +72,12 @@ def route(*specs: TensorSpec, is_gradient: bool = False) -> Route:
     return Route(7, (1, 0, 0) if is_gradient else (0, 1, 0), 1, 3, codecs)
 
 
+def described(group: FakeGroup, device: torch.device, monitor: FakeMonitor) -> DescribedTransport:
+    return DescribedTransport(SimpleNamespace(control=group, monitor=monitor), device)
+
+
 VALUE = TensorSpec((2, 3), "float64", requires_grad=True)
+LOST = r"lost \(code: 7, peer: 1, reason: connection closed\)"
 
 
 def test_a_sent_tensor_is_held_without_its_graph_until_it_is_released() -> None:
@@ -139,8 +151,20 @@ def test_a_lost_message_raises_the_error_of_the_monitor() -> None:
     recv_slot = DistributedTransport(group, HOST, FakeMonitor()).recv_slot(route(VALUE))
     recv_slot.post()
     group.is_down = True
-    with pytest.raises(RunError, match=r"lost \(code: 7, peer: 1, reason: connection closed\)"):
+    with pytest.raises(RunError, match=LOST):
         recv_slot.wait()
+
+
+@pytest.mark.parametrize("makes_transport", [DistributedTransport, described])
+def test_a_message_that_cannot_be_started_raises_the_error_of_the_monitor(makes_transport: Any) -> None:
+    group = FakeGroup()
+    transport = makes_transport(group, HOST, FakeMonitor())
+    send_slot, recv_slot = transport.send_slot(route(VALUE)), transport.recv_slot(route(VALUE))
+    group.is_down = True
+    send_slot.put([torch.ones(2, 3, dtype=torch.float64)])
+    for start in (send_slot.send, recv_slot.post):
+        with pytest.raises(RunError, match=LOST):
+            start()
 
 
 def test_complex_and_transposed_values_arrive_with_their_memory_layout() -> None:

@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "auto") -> Transport:
     """The transport for the ranks of a pipeline; collective if they are processes. `choice`: see `RunOptions`."""
-    if groups.is_local or groups.monitor is None:
+    if groups.is_local:
         return LocalTransport(device)
     remote = DistributedTransport(groups.group, device, groups.monitor, groups.control)
     if choice == "distributed" or groups.num_ranks == 1:

@@ -196,8 +196,8 @@ class RecvSlot(ABC):
 class Transport(ABC):
     """Creates the slots of messages.
 
-    `check_before_sending` sets a check that runs once, before the first message: the ranks exchange votes at the start
-    of a step, and compute until the first message needs the result.
+    `begin_step` sets a check that runs once, before the first message: the ranks exchange votes at the start of a step,
+    and compute until the first message needs the result.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class Transport(ABC):
         """of the tensors that are sent and received"""
         self._check: Callable[[], object] | None = None
         self.problem: Exception | None = None
-        """why the check failed"""
+        """why the check of this step failed: then no rank has sent a message in it"""
 
     @abstractmethod
     def send_slot(self, route: Route) -> SendSlot:
@@ -215,8 +215,8 @@ class Transport(ABC):
     def recv_slot(self, route: Route) -> RecvSlot:
         """The receiving end of a message."""
 
-    def check_before_sending(self, check: Callable[[], object]) -> None:
-        """Call `check` before the next message is sent or received."""
+    def begin_step(self, check: Callable[[], object] | None = None) -> None:
+        """Begin a step; `check` will be called before its first message is sent or received."""
         self._check, self.problem = check, None
 
     def run_check(self) -> None:

@@ -2,7 +2,7 @@
 
 Hand-written stages are not recorded, so the shapes of their outputs are known only after they have run. gloo itself
 would not detect a mismatch. Header and content travel over the group of host tensors: on a transport without tags, as
-NCCL is, the receive of a content would have to be issued before its header has arrived.
+NCCL is, the receive of the content would have to be issued before its header has arrived.
 """
 
 import json
@@ -16,13 +16,12 @@ from torch import Tensor
 from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import CONTENT_TAG, HEADER_TAG, ProcessGroups
 from penstock.runtime.host_memory import HOST, to_device, to_host
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec
 from penstock.runtime.transports.distributed import WorkSendSlot, WorkTransport
 
 HEADER_BYTES = 4096
-_HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
 
 
 class DescribedTransport(WorkTransport):
@@ -30,8 +29,8 @@ class DescribedTransport(WorkTransport):
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         super().__init__(groups.control, device, groups.monitor)
-        self.call = 0
-        """the number of the step, equal on all ranks: a message of an interrupted step is not taken for one of this"""
+        self.step_number = 0
+        """equal on all ranks: a message of an interrupted step is not taken for one of this step"""
         self.posted: dict[int, deque[_RecvSlot]] = {}
         """by rank, receives whose content was not posted yet, in the order in which the rank sends"""
 
@@ -54,15 +53,15 @@ class _SendSlot(WorkSendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         specs = [None if tensor is None else spec_of(tensor) for tensor in tensors]
-        self._send(_header(specs, self._transport.call, self.route.key), _HEADER_TAG)
+        self._send(_header(specs, self._transport.step_number, self.route.key), HEADER_TAG)
         for tensor, spec in zip(tensors, specs, strict=True):
             if tensor is not None and spec is not None and tensor.numel():
                 packed = TensorCodec(Value("value", spec)).pack(tensor, HOST)
-                self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], _CONTENT_TAG)
+                self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], CONTENT_TAG)
 
     def _send(self, content: Tensor, tag: int) -> None:
         self._packed.append(content)
-        self._works.append(self._transport.group.send([content], self.route.peer, tag))
+        self._works.append(self._transport.start(self._transport.group.send, content, tag, self.route))
 
 
 class _RecvSlot(RecvSlot):
@@ -77,7 +76,7 @@ class _RecvSlot(RecvSlot):
         """Post the receive of the header; that of the content follows once the header is here."""
         transport, peer = self._transport, self.route.peer
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._header_work = transport.group.recv([self._header], peer, _HEADER_TAG)
+        self._header_work = transport.start(transport.group.recv, self._header, HEADER_TAG, self.route)
         transport.posted.setdefault(peer, deque()).append(self)
 
     def wait(self) -> None:
@@ -93,18 +92,19 @@ class _RecvSlot(RecvSlot):
 
     def post_content(self) -> None:
         """Wait for the header and post receives of the tensors that it describes."""
-        self._transport.wait([self._header_work], self.route)
-        specs = _read_header(self._header, self._transport.call, self.route.key)
+        transport = self._transport
+        transport.wait([self._header_work], self.route)
+        specs = _read_header(self._header, transport.step_number, self.route.key)
         self._header, self._header_work = None, None
         is_gradient = self.route.key[0] > self.route.key[1]
         for spec in specs:
             codec = None if spec is None else TensorCodec(Value("value", spec), is_gradient)
-            is_pinned = self._transport.device.type != "cpu"
+            is_pinned = transport.device.type != "cpu"
             buffer = torch.empty(0) if codec is None else codec.buffer(HOST, is_pinned)
             self._codecs.append(codec)
             self._buffers.append(buffer)
             if codec is not None and not codec.is_empty:
-                self._works.append(self._transport.group.recv([buffer], self.route.peer, _CONTENT_TAG))
+                self._works.append(transport.start(transport.group.recv, buffer, CONTENT_TAG, self.route))
 
     def clear(self) -> None:
         super().clear()
@@ -115,22 +115,22 @@ class _RecvSlot(RecvSlot):
         self._codecs: list[TensorCodec | None] = []
 
 
-def _header(specs: Sequence[TensorSpec | None], call: int, key: MessageKey) -> Tensor:
+def _header(specs: Sequence[TensorSpec | None], step_number: int, key: MessageKey) -> Tensor:
     rows = [spec and [spec.dtype, spec.shape, spec.requires_grad, spec.order] for spec in specs]
-    data = json.dumps([call, key, rows]).encode()
+    data = json.dumps([step_number, key, rows]).encode()
     if len(data) > HEADER_BYTES:
         hint = "stack or concatenate some of them"
         raise RunError("too many values for the header of a message", values=len(specs), stages=key[:2], hint=hint)
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def _read_header(header: Tensor, call: int, key: MessageKey) -> list[TensorSpec | None]:
-    found_call, found_key, rows = json.loads(header.numpy().tobytes())
-    if (found_call, tuple(found_key)) != (call, key):
+def _read_header(header: Tensor, step_number: int, key: MessageKey) -> list[TensorSpec | None]:
+    found_number, found_key, rows = json.loads(header.numpy().tobytes())
+    if (found_number, tuple(found_key)) != (step_number, key):
         raise RunError(
             "received a message of another call, probably one that failed",
-            expected=(call, *key),
-            found=(found_call, *found_key),
+            expected=(step_number, *key),
+            found=(found_number, *found_key),
             hint="restart the processes",
         )
     return [row and TensorSpec(tuple(row[1]), row[0], row[2], tuple(row[3])) for row in rows]

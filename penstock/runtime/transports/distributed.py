@@ -1,13 +1,13 @@
 """Messages between processes, over send and receive of a torch.distributed process group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.host_memory import HOST, is_staged, to_device, to_host
+from penstock.runtime.host_memory import HOST, goes_through_host, to_device, to_host
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Transport, apply_flags, flags_of
 
@@ -18,6 +18,14 @@ class WorkTransport(Transport):
     def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
         super().__init__(device)
         self.group, self.monitor = group, monitor
+
+    def start(self, operation: Callable[..., Any], tensor: Tensor, tag: int, route: Route) -> Any:
+        """Start to send or receive a part of a message: `operation` is `send` or `recv` of a group."""
+        try:
+            return operation([tensor], route.peer, tag)
+        except RuntimeError as error:
+            # gloo raises at once if the connection is known to be closed.
+            raise self.monitor.message_error(route.code, route.peer, error) from error
 
     def wait(self, works: Sequence[Any], route: Route) -> None:
         """Wait for parts of a message, at most until the deadline."""
@@ -65,7 +73,7 @@ class DistributedTransport(WorkTransport):
         """`control`: a group of the same ranks for host tensors; None: `group`, if that is for host tensors."""
         super().__init__(group, device, monitor)
         self.control = group if control is None else control
-        self.is_staged = is_staged(group, device)
+        self.uses_host_memory = goes_through_host(group, device)
         self._is_used = False
 
     def send_slot(self, route: Route) -> SendSlot:
@@ -93,21 +101,21 @@ class _SendSlot(WorkSendSlot):
 
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
-        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        transport, route = self._transport, self.route
         packed = []
-        for codec, tensor in zip(codecs, tensors, strict=True):
+        for codec, tensor in zip(route.codecs, tensors, strict=True):
             if not codec.is_empty:
                 packed.append(codec.pack(tensor, transport.device))
-        if transport.is_staged:
+        if transport.uses_host_memory:
             packed = to_host(packed, transport.device)
         if self._has_flags:
             # Host tensors: to read flags from a device, the receiver would have to wait for it.
             flags = flags_of(tensors)
             self._packed.append(flags)
-            self._works.append(transport.control.send([flags], peer, tag))
+            self._works.append(transport.start(transport.control.send, flags, route.tag, route))
         for content in packed:
             self._packed.append(content)
-            self._works.append(transport.group.send([content], peer, tag))
+            self._works.append(transport.start(transport.group.send, content, route.tag, route))
 
 
 class _RecvSlot(RecvSlot):
@@ -116,27 +124,27 @@ class _RecvSlot(RecvSlot):
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
         self._transport, self._has_flags = transport, route.has_flags
-        self._device = HOST if transport.is_staged else transport.device
+        self._device = HOST if transport.uses_host_memory else transport.device
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
         self._flags: Tensor | None = None
 
     def post(self) -> None:
-        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        transport, route = self._transport, self.route
         if self._has_flags:
-            self._flags = torch.empty(len(codecs), dtype=torch.uint8)
-            self._works.append(transport.control.recv([self._flags], peer, tag))
-        for codec in codecs:
-            buffer = codec.buffer(self._device, transport.is_staged)
+            self._flags = torch.empty(len(route.codecs), dtype=torch.uint8)
+            self._works.append(transport.start(transport.control.recv, self._flags, route.tag, route))
+        for codec in route.codecs:
+            buffer = codec.buffer(self._device, transport.uses_host_memory)
             self._buffers.append(buffer)
             if not codec.is_empty:
-                self._works.append(transport.group.recv([buffer], peer, tag))
+                self._works.append(transport.start(transport.group.recv, buffer, route.tag, route))
 
     def wait(self) -> None:
         self._transport.monitor.waiting(self.route.code, self.route.peer)
         self._transport.wait(self._works, self.route)
         codecs, buffers = self.route.codecs, self._buffers
-        if self._transport.is_staged:
+        if self._transport.uses_host_memory:
             buffers = [to_device(buffer, self._transport.device) for buffer in buffers]
         received: list[Tensor | None] = []
         for codec, buffer in zip(codecs, buffers, strict=True):

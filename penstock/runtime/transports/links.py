@@ -38,7 +38,7 @@ _WAKE = b"w"
 _CHANNEL_SLOTS = 4
 _MESSAGES, _CHANNEL = range(2)
 """purposes of a connection: messages of steps, or a ByteChannel"""
-_End = tuple[int, int]
+_ConnectionKey = tuple[int, int]
 """purpose of a connection, and the rank at its other end"""
 _USABLE, _ON_DEVICE, _NO_MEMORY = range(3)
 """whether a rank can use shared memory, and if not, why"""
@@ -56,8 +56,8 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, round(1e6 * _POLL_SECONDS)))
         size = _CREDENTIALS.size
         self._pid, *_ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        self._hang_up = select.poll()
-        self._hang_up.register(connection, select.POLLRDHUP)
+        self._hang_up_poll = select.poll()
+        self._hang_up_poll.register(connection, select.POLLRDHUP)
         self.is_closed = False
 
     def wake(self) -> None:
@@ -113,7 +113,7 @@ class Link:
     @property
     def is_hung_up(self) -> bool:
         """Whether the other rank has ended or closed the link; reads nothing, so that any thread may ask."""
-        return bool(self._hang_up.poll(0))
+        return bool(self._hang_up_poll.poll(0))
 
     def check(self) -> None:
         """Raise a RuntimeError if the link is closed."""
@@ -132,14 +132,14 @@ def await_message(ring: Ring, link: Link, monitor: RankMonitor) -> tuple[int, in
 
     Raises a RuntimeError at the deadline, or if the other rank has ended.
     """
-    start, header = time.monotonic(), ring.await_message()
+    start, header = time.monotonic(), ring.request_wake()
     while header is None:
         # Messages that were written before the other rank ended are still read.
         if link.is_closed:
             link.check()
         if not link.wait():
             monitor.check_deadline(start)
-        header = ring.header() or ring.await_message()
+        header = ring.header() or ring.request_wake()
     return header
 
 
@@ -263,8 +263,8 @@ def _listen(directory: Path, number: int, num_ranks: int) -> socket.socket:
 
 
 def _connect(
-    directory: Path, own_rank: int, numbers: dict[int, int], wanted: list[_End], listener: socket.socket
-) -> dict[_End, Link]:
+    directory: Path, own_rank: int, numbers: dict[int, int], wanted: list[_ConnectionKey], listener: socket.socket
+) -> dict[_ConnectionKey, Link]:
     """Connect to the ranks before this one, and accept the others; links that fail are left out."""
     links = {}
     for purpose, rank in wanted:

@@ -92,7 +92,12 @@ class Ring:
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.counters = memoryview(memory).cast("q")
-        """all of the memory as 64-bit numbers: the counters, and the headers of the slots"""
+        """all of the memory as 64-bit numbers: the counters, and the headers of the slots
+
+        On 64-bit processors a memoryview reads or writes an aligned number with one instruction, so that the other end
+        never sees half of a counter. Each counter has one writer, except _IS_AWAITED: both ends may clear it, and a
+        lost update costs one needless wake or one more check.
+        """
         self._position, self._start = 0, _FIRST_SLOT
         """number of slots that this end has written or freed, and the offset of the current one"""
         self._limit = num_slots
@@ -167,8 +172,8 @@ class Ring:
         header = self._start // 8
         return counters[header], counters[header + 1]
 
-    def await_message(self) -> tuple[int, int] | None:
-        """Ask the sender to wake this process after its next message; returns the header if there is one already."""
+    def request_wake(self) -> tuple[int, int] | None:
+        """Ask the sender to wake this process after its next message; returns the header if it is here already."""
         self.counters[_IS_AWAITED] = 1
         memory_barrier()
         header = self.header()

@@ -53,7 +53,7 @@ class SharedMemoryTransport(Transport):
         super().__init__(device)
         self._links, self._remote, self.monitor = links, remote, monitor
         self._senders = {rank: _RingSender(link, device) for rank, link in links.items()}
-        # Spinning would take the core from a rank that computes. On this host are the ranks of the links, and this one.
+        # Spinning would take the core from a rank that computes. This host has `len(links) + 1` of the ranks.
         spins = _SPINS if num_cores() > len(links) else 0
         self._receivers = {rank: _RingReceiver(link, monitor, spins) for rank, link in links.items()}
 
@@ -195,7 +195,8 @@ class _RingSender:
     def clear(self) -> None:
         """Drop the messages that were not written. Closes the link if there are any: the receiver waits for them."""
         with self._changed:
-            self._link.is_closed = self._link.is_closed or bool(self.pending)
+            if self.pending:
+                self._link.close()
             self.pending.clear()
 
     def _grow(self) -> None:
