@@ -342,7 +342,8 @@ class Pipeline:
             **kwargs: keyword arguments of the model
 
         Returns:
-            The outputs, the loss if the model returns one, and the method `backward`.
+            The outputs, the loss if the model returns one, and the method `backward`, which refuses weights that were
+            changed since.
 
         Raises:
             RunError: with a `loss_fn`, `inputs="first"` or `staleness`, and as in `step`
@@ -360,8 +361,23 @@ class Pipeline:
         dims = self._merged_dims(output_dims)
         result, sizes = self._engine.forward(Batch(args, kwargs), number, dims)
         self.num_steps += 1
+        graph = self.plan.graph
+        used = {graph.tensor_of(name) for node in graph.nodes for name in node.parameters}
+        parameters = {name: p for name, p in self._part.parameters.items() if graph.tensor_of(name) in used}
+        versions = {name: parameter._version for name, parameter in parameters.items()}
 
         def run(gradients: dict[str, Tensor]) -> None:
+            # Backward computes the forward again: with other weights the gradients would not be those of the outputs.
+            changed = next((name for name, p in parameters.items() if p._version != versions[name]), None)
+            if changed is not None:
+                error = RunError(
+                    "the weights must be those of the forward, and were changed since",
+                    step=number,
+                    parameter=changed,
+                    hint="backward before optimizer.step(), or another pipe.forward after it",
+                )
+                self._sync.refuse(SyncRequest("step", number), error)
+                raise error
             if self._loss_head.scaler is not None:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:

@@ -210,3 +210,30 @@ def test_gradients_of_outputs_are_given_in_their_structure_or_by_name() -> None:
         torch.testing.assert_close(found.grad, expected.grad)
     with pytest.raises(penstock.RunError, match=r"structure of the outputs.*got: no name: Tensor\)\ntry: 0, 1"):
         result.backward(gradients[0])
+
+
+def test_backward_of_a_forward_with_earlier_weights_is_refused() -> None:
+    pipe = pipe_of(loss_fn=None)
+    result, later = pipe.forward(X), pipe.forward(X)
+    result.backward(torch.ones_like(result.outputs))
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with pytest.raises(penstock.RunError, match=r"weights must be those of the forward.*parameter: 0.*\ntry: backward"):
+        later.backward(torch.ones_like(later.outputs))
+    again = pipe.forward(X)
+    again.backward(torch.ones_like(again.outputs))
+
+
+def late_backward() -> str:
+    pipe = pipe_of(loss_fn=None, local=False)
+    result = pipe.forward(X)
+    if torch.distributed.get_rank() == 0:
+        nn.init.zeros_(next(pipe.parameters()))
+    with pytest.raises(penstock.RunError) as error:
+        result.backward(torch.ones_like(result.outputs))
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_weights_that_one_rank_changed_after_a_forward_are_refused_on_all_ranks(pools: Pools) -> None:
+    for text in pools[2].run(late_backward):
+        assert text.startswith("the weights must be those of the forward, and were changed since")
