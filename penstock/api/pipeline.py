@@ -22,7 +22,7 @@ from penstock.api.arguments import (
     shown,
 )
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.api.rank_parameters import RankParameters, WatchedParameters
+from penstock.api.rank_parameters import RankParameters, StepGradients, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
@@ -164,6 +164,7 @@ class Pipeline:
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
+        self._step_gradients = StepGradients(part.parameters)
         self._saver = Saver(part, self._sync)
 
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
@@ -264,6 +265,7 @@ class Pipeline:
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_outdated()
+        self._step_gradients.are_unscaled = scale <= 1.0  # a larger one may be that of the scaler
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -391,6 +393,7 @@ class Pipeline:
             batch = Batch(args, kwargs, gradients)
             self._pull_back_engine.train(batch, number, keeps_outputs=False, is_timed=False)
             self._mark_model_outdated()
+            self._step_gradients.are_unscaled = False  # the gradients of the outputs may be scaled
 
         return ForwardPass(result, sizes, run)
 

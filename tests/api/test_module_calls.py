@@ -132,6 +132,32 @@ def test_lbfgs_is_refused_on_the_parameters_of_one_rank(pools: Pools) -> None:
         assert text.startswith("LBFGS needs the gradients of all ranks, and has those of this rank\ntry: ")
 
 
+def test_a_scaler_of_torch_is_refused_for_gradients_that_it_did_not_scale() -> None:
+    pipe, scaler = pipe_of(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    scaler.scale(pipe.step(X, target=TARGET).loss)
+    with pytest.raises(penstock.RunError, match=r"torch's GradScaler divides.*\ntry: scaler = penstock.GradScaler\(\)"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, pipe.parameters()))
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert not any(map(torch.equal, before, pipe.parameters()))
+
+
+def test_a_scaler_of_torch_may_scale_the_gradients_of_outputs() -> None:
+    model, scaler = chain(4), torch.amp.GradScaler("cpu")
+    whole = copy.deepcopy(model)
+    pipe = pipe_of(model, loss_fn=None)
+    result = pipe.forward(X)
+    outputs = result.outputs.detach().requires_grad_()
+    result.backward(torch.autograd.grad(scaler.scale(mse_loss(outputs, TARGET)), outputs)[0])
+    scaler.step(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    mse_loss(whole(X), TARGET).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def averaged_parameters() -> tuple[str, bool]:
     model, initial = chain(4), chain(4)
     pipe = pipe_of(model, local=False)
