@@ -153,7 +153,10 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     which = {"loss": name} if name else {}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
+        hint = "a mean or a sum, without .item(); several losses as a dict of such tensors"
+        raise RunError(
+            "a loss must be one number in a tensor", **which, got=got, microbatch_size=microbatch_size, hint=hint
+        )
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
