@@ -22,7 +22,7 @@ from penstock.api.arguments import (
     shown,
 )
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.api.rank_parameters import RankParameters, WatchedParameters
+from penstock.api.rank_parameters import RankParameters, StepGradients, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
@@ -165,6 +165,7 @@ class Pipeline:
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
+        self._step_gradients = StepGradients(part.parameters)
         self._saver = Saver(part, self._sync)
 
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
@@ -265,6 +266,7 @@ class Pipeline:
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_outdated()
+        self._step_gradients.are_unscaled = scale <= 1.0  # a larger one may be that of the scaler
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -343,7 +345,8 @@ class Pipeline:
             **kwargs: keyword arguments of the model
 
         Returns:
-            The outputs, the loss if the model returns one, and the method `backward`.
+            The outputs, the loss if the model returns one, and the method `backward`, which refuses weights that were
+            changed since.
 
         Raises:
             RunError: with a `loss_fn`, `inputs="first"` or `staleness`, and as in `step`
@@ -361,8 +364,23 @@ class Pipeline:
         dims = self._merged_dims(output_dims)
         result, sizes = self._engine.forward(Batch(args, kwargs), number, dims)
         self.num_steps += 1
+        graph = self.plan.graph
+        used = {graph.tensor_of(name) for node in graph.nodes for name in node.parameters}
+        parameters = {name: p for name, p in self._part.parameters.items() if graph.tensor_of(name) in used}
+        versions = {name: parameter._version for name, parameter in parameters.items()}
 
         def run(gradients: dict[str, Tensor]) -> None:
+            # Backward computes the forward again: with other weights the gradients would not be those of the outputs.
+            changed = next((name for name, p in parameters.items() if p._version != versions[name]), None)
+            if changed is not None:
+                error = RunError(
+                    "the weights must be those of the forward, and were changed since",
+                    step=number,
+                    parameter=changed,
+                    hint="backward before optimizer.step(), or another pipe.forward after it",
+                )
+                self._sync.refuse(SyncRequest("step", number), error)
+                raise error
             if self._loss_head.scaler is not None:
                 self._loss_head.scaler.begin()
             if self._pull_back_engine is None:
@@ -376,6 +394,7 @@ class Pipeline:
             batch = Batch(args, kwargs, gradients)
             self._pull_back_engine.train(batch, number, keeps_outputs=False, is_timed=False)
             self._mark_model_outdated()
+            self._step_gradients.are_unscaled = False  # the gradients of the outputs may be scaled
 
         return ForwardPass(result, sizes, run)
 

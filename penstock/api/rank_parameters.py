@@ -1,7 +1,8 @@
-"""Watches functions of torch that need the gradients or weights of all ranks of a pipeline and see those of one.
+"""Watches functions of torch that would use the gradients or weights of a pipeline wrongly.
 
-clip_grad_norm_ causes a warning: it clips the gradients of one rank by their own norm. LBFGS is refused, and so is
-AveragedModel while the weights of other ranks are stale.
+Some need those of all ranks and see those of one. clip_grad_norm_ causes a warning: it clips the gradients of one rank
+by their own norm. LBFGS is refused, and so is AveragedModel while the weights of other ranks are stale. torch's
+GradScaler is refused for gradients that were not multiplied by its scale.
 """
 
 import functools
@@ -24,6 +25,27 @@ _PIPELINES: "WeakSet[RankParameters]" = WeakSet()
 """of all pipelines of this process that have ranks in other processes"""
 
 
+_GRADIENTS: "WeakSet[StepGradients]" = WeakSet()
+"""of all pipelines of this process"""
+
+
+class StepGradients:
+    """The gradients of a Pipeline; `are_unscaled` is set after `step`, whose loss torch's GradScaler cannot multiply.
+
+    `GradScaler.step` is replaced by a method that refuses to divide such gradients by its scale, or calls torch's.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.are_unscaled = False
+        _GRADIENTS.add(self)
+        _watch_scalers()
+
+    def include_any(self, parameters: Iterable[Any]) -> bool:
+        """Whether one of these parameters has such a gradient."""
+        return self.are_unscaled and _have_common(self._parameters, parameters)
+
+
 class RankParameters:
     """The parameters of one rank of a Pipeline; its first rank warns once if they are clipped by their own norm.
 
@@ -39,8 +61,7 @@ class RankParameters:
 
     def include_any(self, parameters: Iterable[Any]) -> bool:
         """Whether one of these parameters is among them."""
-        own = set(map(id, self._parameters.values()))
-        return any(id(parameter) in own for parameter in parameters)
+        return _have_common(self._parameters, parameters)
 
     def warn(self, stacklevel: int) -> None:
         """Give the warning, once."""
@@ -66,6 +87,32 @@ class WatchedParameters(Iterator[nn.Parameter]):
 
     def __next__(self) -> nn.Parameter:
         return next(self._parameters)
+
+
+def _have_common(own: Mapping[str, nn.Parameter], others: Iterable[Any]) -> bool:
+    ids = set(map(id, own.values()))
+    return any(id(parameter) in ids for parameter in others)
+
+
+def _watch_scalers() -> None:
+    """Replace the step of torch's GradScaler; once."""
+    step = torch.amp.GradScaler.step
+    if hasattr(step, "is_watched"):
+        return
+
+    @functools.wraps(step)
+    def watched_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled():
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(gradients.include_any(parameters) for gradients in list(_GRADIENTS)):
+                raise RunError(
+                    "torch's GradScaler divides gradients by a scale that pipe.step has not multiplied them by",
+                    hint="scaler = penstock.GradScaler(), Pipeline(..., scaler=scaler)",
+                )
+        return step(self, optimizer, *args, **kwargs)
+
+    watched_step.is_watched = True
+    torch.amp.GradScaler.step = watched_step
 
 
 def _watch_torch() -> None:

@@ -345,11 +345,16 @@ def explain_failure(
     whole = [
         (name, tuple(leaf.shape))
         for name, leaf in named_inputs(forward, first.args, first.kwargs).items()
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(split_prefixes)
+        if isinstance(leaf, Tensor)
+        and leaf.dim()
+        and (leaf.shape[0] > 1 or batch in leaf.shape)  # such as the first state of an LSTM: (1, batch, size)
+        and not f"{name}.".startswith(split_prefixes)
     ]
     values, fix = dict(error.values), "microbatches=1"
     if whole:
-        names = ", ".join(f"{name!r}: ..." for name, _ in whole)
+        names = ", ".join(
+            f"{name!r}: {shape.index(batch) if shape.count(batch) == 1 else '...'}" for name, shape in whole
+        )
         values["passed_whole"] = ", ".join(f"{name} {shape}" for name, shape in whole)
         fix = f"split={{{names}}} to split these arguments too, or microbatches=1"
     values |= {"batch": batch, "microbatches": len(microbatches)}

@@ -191,7 +191,12 @@ class ArgumentReader:
         own = {id(tensor) for tensor in (*self._modules.parameters(), *self._modules.buffers())}
         state = (*module.named_parameters(), *module.named_buffers())
         if name := next((name for name, tensor in state if id(tensor) not in own), None):
-            raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
+            raise PartitionError(
+                "a stage must have all parameters of a block that it runs",
+                block=path,
+                missing=name,
+                hint="a new plan and Pipeline, or capture and split again, if the model has new modules",
+            )
         return module
 
 

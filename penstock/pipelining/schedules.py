@@ -99,7 +99,9 @@ class _PipelineSchedule:
         if count is None or count < 1:
             raise RunError("n_microbatches must be a whole number, 1 or more", got=repr(n_microbatches))
         if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
-            raise RunError("stages must be one or more PipelineStages", got=[type(stage).__name__ for stage in stages])
+            given = [f"{type(stage).__module__}.{type(stage).__qualname__}" for stage in stages]
+            hint = "from penstock.pipelining import PipelineStage, in place of torch's"
+            raise RunError("stages must be one or more PipelineStages of penstock", got=given, hint=hint)
         if len({(stage.num_stages, id(stage.group)) for stage in stages}) > 1:
             raise RunError("the stages of a schedule must have the same num_stages and group")
         if loss_fn is not None and not callable(loss_fn):

@@ -527,7 +527,7 @@ class Engine:
             lacks_target = self._loss_head.has_loss_fn and step.microbatches[0].target is None
             is_call_error = isinstance(error.__cause__, TypeError | AttributeError)
             if lacks_target and is_call_error and isinstance(error, RunError) and not error.hint:
-                hint = "pipe.step(x, target=y), if the loss function needs a target"
+                hint = "pipe.step(x, target=y); a loss function that needs no target is called with None"
                 raise error.with_hint(hint) from error.__cause__
             raise
         finally:

@@ -153,7 +153,10 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     which = {"loss": name} if name else {}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
+        hint = "a mean or a sum, without .item(); several losses as a dict of such tensors"
+        raise RunError(
+            "a loss must be one number in a tensor", **which, got=got, microbatch_size=microbatch_size, hint=hint
+        )
     if loss.dtype not in ARITHMETIC_DTYPES:
         problem = "a loss must be a floating-point number of 16 bits or more"
         raise RunError(problem, **which, got=loss.dtype, hint="loss.float()")

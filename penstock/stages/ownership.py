@@ -15,11 +15,16 @@ class FittedPartition(Partition):
 
 
 class Ownership:
-    """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name."""
+    """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name.
+
+    Of names that are equally similar, that is the next one in the order of the model, or the last one: a block that
+    layer drop left out of the example is then in the stage of the next block, or in that of the last.
+    """
 
     def __init__(self, graph: Graph, partition: Partition) -> None:
         self._partition = partition
         self._nodes = _node_keys(graph)
+        self._positions = {value.name: at for at, value in enumerate((*graph.parameters, *graph.buffers))}
         self._stages: dict[str, int] = {}
         # All stages that have a parameter or buffer: a module may be called in several.
         self._holders: dict[str, set[int]] = {}
@@ -45,7 +50,13 @@ class Ownership:
             same = takewhile(lambda pair: pair[0] == pair[1], zip(words, other.split("."), strict=False))
             return sum(1 for _ in same)
 
-        return self._stages[max(self._stages, key=num_common)]
+        most = max(map(num_common, self._stages))
+        similar = [other for other in self._stages if num_common(other) == most]
+        position = self._positions.get(name, len(self._positions))
+        later = [other for other in similar if self._positions.get(other, -1) > position]
+        if later:
+            return self._stages[min(later, key=self._positions.__getitem__)]
+        return self._stages[max(similar, key=lambda other: self._positions.get(other, -1))]
 
     def by_stage(self, names: Iterable[str]) -> dict[int, list[str]]:
         """The names that belong to each stage."""

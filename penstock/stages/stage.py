@@ -126,7 +126,7 @@ class Stage(nn.Module):
                 raise PartitionError(
                     "a parameter or buffer was replaced after the split",
                     name=path,
-                    hint="write into it (with torch.no_grad(): tensor.copy_(...)), or capture and split again",
+                    hint="write into it (with torch.no_grad(): tensor.copy_(...)), or make a new Pipeline",
                 )
 
     def train(self, mode: bool = True) -> "Stage":
@@ -145,7 +145,7 @@ class Stage(nn.Module):
         captured = self._partitioned.captured
         for name, module in self._stage_blocks.items():
             if captured.model.get_submodule(name) is not module:
-                hint = "capture and split again"
+                hint = "a new plan and Pipeline, or capture and split again"
                 raise PartitionError("a module was replaced after the split", module=name, hint=hint)
         fit = self._partitioned.fit(recording)
         wrap = partial(recomputed, self, recording.graph) if self.recomputes else None

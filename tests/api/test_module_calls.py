@@ -132,6 +132,32 @@ def test_lbfgs_is_refused_on_the_parameters_of_one_rank(pools: Pools) -> None:
         assert text.startswith("LBFGS needs the gradients of all ranks, and has those of this rank\ntry: ")
 
 
+def test_a_scaler_of_torch_is_refused_for_gradients_that_it_did_not_scale() -> None:
+    pipe, scaler = pipe_of(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    scaler.scale(pipe.step(X, target=TARGET).loss)
+    with pytest.raises(penstock.RunError, match=r"torch's GradScaler divides.*\ntry: scaler = penstock.GradScaler\(\)"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, pipe.parameters()))
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert not any(map(torch.equal, before, pipe.parameters()))
+
+
+def test_a_scaler_of_torch_may_scale_the_gradients_of_outputs() -> None:
+    model, scaler = chain(4), torch.amp.GradScaler("cpu")
+    whole = copy.deepcopy(model)
+    pipe = pipe_of(model, loss_fn=None)
+    result = pipe.forward(X)
+    outputs = result.outputs.detach().requires_grad_()
+    result.backward(torch.autograd.grad(scaler.scale(mse_loss(outputs, TARGET)), outputs)[0])
+    scaler.step(torch.optim.SGD(pipe.parameters(), lr=0.1))
+    mse_loss(whole(X), TARGET).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def averaged_parameters() -> tuple[str, bool]:
     model, initial = chain(4), chain(4)
     pipe = pipe_of(model, local=False)
@@ -210,3 +236,30 @@ def test_gradients_of_outputs_are_given_in_their_structure_or_by_name() -> None:
         torch.testing.assert_close(found.grad, expected.grad)
     with pytest.raises(penstock.RunError, match=r"structure of the outputs.*got: no name: Tensor\)\ntry: 0, 1"):
         result.backward(gradients[0])
+
+
+def test_backward_of_a_forward_with_earlier_weights_is_refused() -> None:
+    pipe = pipe_of(loss_fn=None)
+    result, later = pipe.forward(X), pipe.forward(X)
+    result.backward(torch.ones_like(result.outputs))
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    with pytest.raises(penstock.RunError, match=r"weights must be those of the forward.*parameter: 0.*\ntry: backward"):
+        later.backward(torch.ones_like(later.outputs))
+    again = pipe.forward(X)
+    again.backward(torch.ones_like(again.outputs))
+
+
+def late_backward() -> str:
+    pipe = pipe_of(loss_fn=None, local=False)
+    result = pipe.forward(X)
+    if torch.distributed.get_rank() == 0:
+        nn.init.zeros_(next(pipe.parameters()))
+    with pytest.raises(penstock.RunError) as error:
+        result.backward(torch.ones_like(result.outputs))
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_weights_that_one_rank_changed_after_a_forward_are_refused_on_all_ranks(pools: Pools) -> None:
+    for text in pools[2].run(late_backward):
+        assert text.startswith("the weights must be those of the forward, and were changed since")

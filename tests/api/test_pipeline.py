@@ -107,7 +107,7 @@ def test_a_step_without_the_target_that_its_loss_function_needs_is_refused() -> 
     pipe = pipe_of()
     words = refusal(lambda: pipe.step(X))
     assert words.startswith("AttributeError: 'NoneType' object has no attribute 'size' (step: 0, rank: 1, stage: 1,")
-    assert words.endswith("try: pipe.step(x, target=y), if the loss function needs a target")
+    assert words.endswith("try: pipe.step(x, target=y); a loss function that needs no target is called with None")
     assert pipe.eval(X).loss is None
 
 

@@ -339,3 +339,21 @@ def test_the_error_of_a_model_that_cannot_run_on_a_microbatch_names_what_was_pas
     assert "split={'mask': ...}" in error.value.hint
     pipe = penstock.Pipeline(Masked(), plan, loss_fn=mean_square, local=True, split={"mask": Rows(5)})
     assert pipe.step(IDS, torch.arange(10) % 2 == 0).loss is not None
+
+
+def test_the_error_of_a_model_that_cannot_run_on_a_microbatch_names_the_dimension_as_long_as_the_batch() -> None:
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            return self.head(self.rnn(x, state)[0])
+
+    batch = torch.randn(6, 3, 4), torch.zeros(1, 6, 4)
+    options = {"ranks": 2, "microbatches": 2, "partitioner": "uniform", "schedule": "gpipe"}
+    with pytest.raises(CaptureError, match=r"passed whole: state \(1, 6, 4\)") as error:
+        penstock.plan(Stateful(), batch, **options)
+    assert "split={'state': 1}" in error.value.hint
+    plan = penstock.plan(Stateful(), batch, split={"state": 1}, **options)
+    assert penstock.Pipeline(Stateful(), plan, loss_fn=mean_square, local=True).step(*batch).loss is not None

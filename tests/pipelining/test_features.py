@@ -185,3 +185,11 @@ def test_a_schedule_class_is_found_by_the_names_of_torch_and_of_penstock(name: s
 def test_an_unknown_schedule_class_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"unknown schedule.*\ntry: one of 1F1B, Interleaved1F1B"):
         get_schedule_class("2F2B")
+
+
+def test_a_stage_of_another_class_is_refused_with_its_module() -> None:
+    class PipelineStage:
+        """As torch's own, which has the same name."""
+
+    with pytest.raises(RunError, match=r"of penstock \(got: .*test_features.*PipelineStage.*\ntry: from penstock"):
+        Schedule1F1B(PipelineStage(), 4)  # type: ignore[arg-type]

@@ -84,8 +84,12 @@ def test_a_loss_function_beside_a_forward_that_takes_the_target_is_refused() -> 
 
 
 NO_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "many numbers": (lambda output, target: output - target, "a loss must be one number .*got: \\(3, 4\\)"),
-    "nothing": (lambda output, target: None, "a loss must be one number .*got: NoneType"),
+    "many numbers": (lambda output, target: output - target, "a loss must be one number in a tensor .*got: \\(3, 4\\)"),
+    "a float": (
+        lambda output, target: output.mean().item(),
+        "one number in a tensor .*got: float.*\\ntry: a mean or a",
+    ),
+    "nothing": (lambda output, target: None, "a loss must be one number in a tensor .*got: NoneType"),
     "complex": (lambda output, target: mse_loss(output, target) * 1j, "floating-point number .*complex128"),
     "8 bits": (lambda output, target: mse_loss(output, target).to(torch.float8_e5m2), "16 bits .*float8_e5m2"),
     "a count": (lambda output, target: (output > target).sum(), "floating-point number .*int64"),

@@ -158,9 +158,9 @@ def one_for_small(output: Tensor, target: Tensor) -> dict[str, Tensor]:
     ("loss_fn", "problem"),
     [
         (one_for_small, r"all microbatches must have losses of the same names \(.*names: a, others: a, b"),
-        (lambda y, t: {"a": y.mean(), "b": y}, r"a loss must be one number \(.*loss: b, got: \(3, 5\)"),
-        (lambda y, t: {"a": y.mean(), "b": 0.5}, r"a loss must be one number \(.*loss: b, got: float"),
-        (lambda y, t: {}, r"a loss must be one number \(.*got: dict"),
+        (lambda y, t: {"a": y.mean(), "b": y}, r"a loss must be one number in a tensor \(.*loss: b, got: \(3, 5\)"),
+        (lambda y, t: {"a": y.mean(), "b": 0.5}, r"a loss must be one number in a tensor \(.*loss: b, got: float"),
+        (lambda y, t: {}, r"a loss must be one number in a tensor \(.*got: dict"),
     ],
 )
 def test_what_is_no_dict_of_losses_is_refused(loss_fn: Any, problem: str) -> None:

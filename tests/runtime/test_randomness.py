@@ -128,3 +128,29 @@ def test_processes_leave_out_the_same_blocks(pools: Pools) -> None:
     assert len({float(step["loss 0"]) for step in expected}) > 1
     for found, step in zip(Execution("processes", pools).run(left_out, 2, 2), expected, strict=True):
         assert_close(found, step)
+
+
+class Shallow(nn.Module):
+    """Leaves out half of its blocks on average, any of them but the first and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Blocks in a row, with a function after each."""
+        for number, block in enumerate(self.blocks):
+            if number in (0, 7) or not self.training or torch.rand(()) < 0.5:
+                x = torch.tanh(block(x))
+        return x
+
+
+def test_blocks_that_the_example_left_out_may_be_called_later() -> None:
+    steps = []
+    for ranks, is_whole in ((1, True), (2, False), (3, False)):
+        model = seeded(Shallow()).train(not is_whole)  # in eval mode the example has all blocks
+        plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule="1f1b")
+        pipe = split("local", model.train(), plan, mse_loss)
+        steps.append(copied(values(pipe, [pipe.step(X, target=TARGET).loss for _ in range(8)])))
+    assert_close(steps[1], steps[0])
+    assert_close(steps[2], steps[0])

@@ -68,7 +68,25 @@ def test_a_module_that_is_replaced_after_the_split_is_refused():
     model = Annealed()
     run = staged(model)
     model.blocks[1] = nn.Identity()
-    with pytest.raises(PartitionError, match=r"replaced after the split \(module: blocks.1\)\ntry: capture and split"):
+    with pytest.raises(PartitionError, match=r"replaced after the split \(module: blocks.1\)\ntry: a new plan and Pip"):
+        run(BATCH)
+
+
+class Growing(Stack):
+    """Calls all blocks that it has."""
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_module_that_is_added_after_the_split_is_refused():
+    model = Growing()
+    run = staged(model)
+    model.blocks.append(nn.Linear(8, 8))
+    with pytest.raises(PartitionError, match=r"all parameters of a block .*: blocks.*\ntry: a new plan and Pipeline"):
         run(BATCH)
 
 
