@@ -17,8 +17,9 @@ class FittedPartition(Partition):
 class Ownership:
     """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name.
 
-    Of names that are equally similar, that is the next one in the order of the model, or the last one: a block that
-    layer drop left out of the example is then in the stage of the next block, or in that of the last.
+    Of names in the same module that are equally similar, that is the next one in the order of the model, or the last
+    one: a block that layer drop left out of the example is then in the stage of the next block, or in that of the last.
+    A name that is similar to none belongs to the first stage.
     """
 
     def __init__(self, graph: Graph, partition: Partition) -> None:
@@ -51,6 +52,8 @@ class Ownership:
             return sum(1 for _ in same)
 
         most = max(map(num_common, self._stages))
+        if not most:
+            return next(iter(self._stages.values()))
         similar = [other for other in self._stages if num_common(other) == most]
         position = self._positions.get(name, len(self._positions))
         later = [other for other in similar if self._positions.get(other, -1) > position]
