@@ -72,10 +72,10 @@ OPTIONS = [
     ({"seed": True}, "seed must be an integer of 0 or more (got: True)"),
     ({"nonfinite": "stop"}, 'nonfinite must be "raise", "skip" or "ignore" (got: \'stop\')'),
     ({"nonfinite": ["skip"]}, 'nonfinite must be "raise", "skip" or "ignore" (got: [\'skip\'])'),
-    ({"deadline_seconds": "60"}, "deadline_seconds must be a number above 0 (deadline seconds: '60')"),
-    ({"deadline_seconds": 0}, "deadline_seconds must be a number above 0 (deadline seconds: 0)"),
-    ({"deadline_seconds": float("nan")}, "deadline_seconds must be a number above 0 (deadline seconds: nan)"),
-    ({"deadline_seconds": None}, "deadline_seconds must be a number above 0 (deadline seconds: None)"),
+    ({"deadline_seconds": "60"}, "deadline_seconds must be a number above 0 (got: '60')"),
+    ({"deadline_seconds": 0}, "deadline_seconds must be a number above 0 (got: 0)"),
+    ({"deadline_seconds": float("nan")}, "deadline_seconds must be a number above 0 (got: nan)"),
+    ({"deadline_seconds": None}, "deadline_seconds must be a number above 0 (got: None)"),
     ({"check_inputs_every": 1.5}, "check_inputs_every must be an integer of 0 or more (got: 1.5)"),
     ({"restore_gradients": 1}, "restore_gradients must be True or False (got: 1)"),
 ]
@@ -122,11 +122,11 @@ CLIPPINGS = [
     ((float("nan"),), "max_norm must be a number of 0 or more (got: nan)"),
     ((None,), "max_norm must be a number of 0 or more (got: None)"),
     ((True,), "max_norm must be a number of 0 or more (got: True)"),
-    ((1.0, 0), "norm_type must be a number above 0, or inf (norm type: 0)"),
-    ((1.0, -2.0), "norm_type must be a number above 0, or inf (norm type: -2.0)"),
-    ((1.0, float("nan")), "norm_type must be a number above 0, or inf (norm type: nan)"),
-    ((1.0, "two"), "norm_type must be a number above 0, or inf (norm type: 'two')"),
-    ((1.0, None), "norm_type must be a number above 0, or inf (norm type: None)"),
+    ((1.0, 0), "norm_type must be a number above 0, or inf (got: 0)"),
+    ((1.0, -2.0), "norm_type must be a number above 0, or inf (got: -2.0)"),
+    ((1.0, float("nan")), "norm_type must be a number above 0, or inf (got: nan)"),
+    ((1.0, "two"), "norm_type must be a number above 0, or inf (got: 'two')"),
+    ((1.0, None), "norm_type must be a number above 0, or inf (got: None)"),
 ]
 
 
