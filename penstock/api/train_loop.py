@@ -226,6 +226,8 @@ class _Loop:
         self._was_signalled = False
         """whether any rank was asked to stop from outside"""
         self._metrics: StepMetrics | None = None
+        self._is_evaluated = False
+        """whether the last step was; its `eval_loss` does not show it, as a loss that is not finite is None there"""
 
     def run(self, batches: Batches) -> Run:
         """Train until the end."""
@@ -249,7 +251,7 @@ class _Loop:
             if self._metrics is None and not is_resumed:
                 raise RunError("the data has no batches", hint="a data function that yields at least one")
             # If data or a callback ended the training between two evaluations; after a signal there is no time.
-            if self._metrics is not None and self._metrics.eval_loss is None and not self._was_signalled:
+            if self._metrics is not None and not self._is_evaluated and not self._was_signalled:
                 self._evaluate(self._metrics)
             if self._saver is not None:
                 self._saver.finish()
@@ -282,7 +284,7 @@ class _Loop:
         self._set_lr()
         outcome = self._retry_after_save(group)
         self._step += 1
-        self._metrics = outcome.metrics
+        self._metrics, self._is_evaluated = outcome.metrics, False
         self._history.add(outcome)
         self._write_metrics(outcome.metrics)
         self._emit("after_step")
@@ -395,6 +397,7 @@ class _Loop:
         if not weight:
             raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
         self._metrics = self._history.steps[-1] = replace(metrics, eval_loss=total / weight)
+        self._is_evaluated = True
         self._write_metrics(self._metrics)
         self._emit("eval")
 
