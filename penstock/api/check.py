@@ -344,7 +344,10 @@ def _change_last_bits(model: nn.Module, seed: int) -> None:
 
 def _equal(one: Tensor, other: Tensor | None) -> bool:
     """Whether two buffers have the same values, where NaN equals NaN."""
-    return other is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    if other is None or one.shape != other.shape:
+        return False
+    are_nan = (one != one) & (other != other)
+    return bool(((one == other) | are_nan).all())
 
 
 def _stages(plan: Plan, runner: _StepRunner) -> dict[str, int]:
