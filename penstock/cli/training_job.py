@@ -337,7 +337,8 @@ def _batches_from(data: UserFunction, number: int, device: Any) -> Iterator[Any]
 
 def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
     """The batches; errors of the user's iterator name the line, those of the loop that uses the batches do not."""
-    iterator = iter(batches)
+    with user_errors(f"the function {data.name} failed", data.path):
+        iterator = iter(batches)
     while True:
         with user_errors(f"the function {data.name} failed", data.path):
             try:
