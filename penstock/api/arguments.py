@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import PlanError, RunError
+from penstock.errors import PenstockError, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, choices_text, from_json, is_split_rule, to_json
 from penstock.loss import REDUCTIONS
 from penstock.planner import check_stream
@@ -32,6 +32,15 @@ def check_model_and_plan(model: object, plan: object) -> None:
             got=shown(plan),
             hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
         )
+
+
+def check_batch(args: object, kwargs: object, error: type[PenstockError], hint: str = "(x,)") -> None:
+    """Raise `error` if the arguments of a batch are not a sequence and a mapping, such as a tensor in place of both."""
+    if not isinstance(args, list | tuple):
+        raise error("args must be a tuple of the model's arguments", got=type(args).__name__, hint=hint)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        got = type(kwargs).__name__
+        raise error("kwargs must be a dict of the model's arguments", got=got, hint='{"mask": mask}')
 
 
 def check_loss_fn(model: nn.Module, loss_fn: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.api.arguments import LossFn, check_loss_fn, check_model_and_plan, check_split
+from penstock.api.arguments import LossFn, check_batch, check_loss_fn, check_model_and_plan, check_split
 from penstock.api.pipeline import Pipeline, split_model
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import (
@@ -122,10 +122,7 @@ def check(
     check_model_and_plan(model, plan)
     check_loss_fn(model, loss_fn)
     check_split(split, model)
-    if not isinstance(args, list | tuple):
-        raise RunError("args must be a tuple of the model's arguments", got=type(args).__name__, hint="(x,)")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RunError("kwargs must be a dict", got=type(kwargs).__name__, hint='{"labels": labels}')
+    check_batch(args, kwargs, RunError)
     runner = _StepRunner(model, plan, loss_fn, reduction, split, Granularity(depth, basic_blocks))
     batch = Batch(tuple(args), dict(kwargs or {}), target)
     splitter = BatchSplitter(model.forward, split, dict(plan.split))
@@ -344,7 +341,10 @@ def _change_last_bits(model: nn.Module, seed: int) -> None:
 
 def _equal(one: Tensor, other: Tensor | None) -> bool:
     """Whether two buffers have the same values, where NaN equals NaN."""
-    return other is not None and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    if other is None or one.shape != other.shape:
+        return False
+    are_nan = (one != one) & (other != other)
+    return bool(((one == other) | are_nan).all())
 
 
 def _stages(plan: Plan, runner: _StepRunner) -> dict[str, int]:

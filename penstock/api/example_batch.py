@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.api.arguments import LossFn, check_loss_fn, check_split
+from penstock.api.arguments import LossFn, check_batch, check_loss_fn, check_split
 from penstock.api.measuring import BUDGET_SECONDS, measure, measured_model
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split, explain_failure, find_split
 from penstock.capture import Captured, Granularity, find_head, with_loss
@@ -47,12 +47,7 @@ class ExampleBatch:
         if not isinstance(self.model, nn.Module):
             hint = "penstock.plan(model, args, ranks=..., microbatches=...)"
             raise PlanError("model must be a torch.nn.Module", got=type(self.model).__name__, hint=hint)
-        if not isinstance(self.args, list | tuple):
-            given = type(self.args).__name__
-            raise PlanError("args must be a tuple of the model's arguments", got=given, hint="(x,)")
-        if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
-            given = type(self.kwargs).__name__
-            raise PlanError("kwargs must be a dict of the model's arguments", got=given, hint='{"mask": mask}')
+        check_batch(self.args, self.kwargs, PlanError)
         if self.speed is not None and not isinstance(self.speed, DeviceSpeed):
             hint = "penstock.measure_speed(), or penstock.DeviceSpeed(...)"
             raise PlanError("speed must be a DeviceSpeed", got=repr(self.speed), hint=hint)

@@ -51,7 +51,8 @@ class ForwardPass:
         """A gradient with one row per sample, which is split into microbatches like the batch."""
         if gradient.shape != output.shape:
             shapes = {"expected": tuple(output.shape), "got": tuple(gradient.shape)}
-            raise RunError("a gradient must have the shape of its output", output=name, **shapes)
+            hint = "torch.autograd.grad(loss, outputs), of the outputs of this forward"
+            raise RunError("a gradient must have the shape of its output", output=name, **shapes, hint=hint)
         count = sum(self._sizes)
         if output.dim() == 0:
             # The number is a weighted sum over the microbatches: a loss has its own weights, any other the sizes.

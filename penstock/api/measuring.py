@@ -141,9 +141,9 @@ def _check_arguments(
         raise CaptureError("captured must be a captured model", got=type(captured).__name__, hint=hint)
     count = as_int(iterations)
     if count is None or count < 1:
-        raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
+        raise CostError("iterations must be a whole number, 1 or more", got=repr(iterations), hint="iterations=10")
     if not is_finite(budget) or budget < 0:
-        raise CostError("budget must be 0 seconds or more", budget=repr(budget))
+        raise CostError("budget must be 0 seconds or more", got=repr(budget), hint=f"budget={BUDGET_SECONDS:g}")
     if not (loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))):
         raise CostError("loss_fn must be a function", got=repr(loss_fn), hint="a function of output and target")
     if not (speed is None or isinstance(speed, DeviceSpeed)):

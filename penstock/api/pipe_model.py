@@ -104,7 +104,7 @@ class PartitionedGraph:
 
     @property
     def placement(self) -> Placement:
-        """The rank of each stage; stages that are not neighbours may share a rank, but with "acyclic"."""
+        """The rank of each stage; stages that are not neighbours may share a rank, except with "acyclic"."""
         return self.division.placement
 
     @property

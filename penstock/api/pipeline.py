@@ -711,7 +711,8 @@ class Pipeline:
             The maxima, the same on every rank.
         """
         if len(values) > MAX_REDUCED:
-            raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
+            hint = "several calls of largest"
+            raise RunError(f"largest must be given at most {MAX_REDUCED} values", got=len(values), hint=hint)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
         result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
         self._sync.operation_ended()

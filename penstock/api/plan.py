@@ -159,7 +159,8 @@ def plan(
     if devices is not None and (ranks is not None or mesh is not None or microbatches != AUTO):
         raise PlanError("devices must be given without ranks, mesh and microbatches", hint="leave them out")
     if devices is not None and profile is not None:
-        raise PlanError("profile must not be given with devices: several sizes of microbatches are measured")
+        hint = "leave out profile, or ranks= and microbatches= in place of devices="
+        raise PlanError("profile must not be given with devices: several sizes of microbatches are measured", hint=hint)
     if devices is None and tensor_parallel != 1:
         hint = "devices=64, the number of all devices"
         raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)

@@ -87,7 +87,9 @@ def _plan_as_text(make: Callable[[Cluster], Plan], cluster: Cluster) -> tuple[st
             raise PlanError("make must return a plan for all ranks", ranks=cluster.ranks, got=got, hint=hint)
         return json.dumps({"plan": to_json(plan)}), None
     except PenstockError as error:
-        return json.dumps({"kind": type(error).__name__, **error.to_dict()}), error.__cause__
+        # The class that all ranks know: that of the error may be a subclass of the user's.
+        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in vars(errors))
+        return json.dumps({"kind": kind, **error.to_dict()}), error.__cause__
     except Exception as error:
         # Any exception of the model: if this rank left, the others would wait for the timeout.
         failed = PlanError("planning failed on the first rank", reason=f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from penstock.api.train_options import LogTarget
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.ir import StepMetrics, replace_file
 
 FIELDS = tuple(field.name for field in fields(StepMetrics))
@@ -224,7 +224,9 @@ class StepLogs:
         for target, log in list(self._logs.items()):
             try:
                 act(log)
-            except OSError as error:
+            except PenstockError:
+                raise
+            except Exception as error:  # wandb and TensorBoard have errors of their own besides OSError
                 del self._logs[target]
                 messages.append(f"STEPS ARE NO LONGER WRITTEN TO {target.where}, training continues: {error}")
         return messages

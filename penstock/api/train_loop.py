@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.api.pipeline import Pipeline
 from penstock.api.step_logs import StepLogs
 from penstock.api.train_options import TrainOptions
-from penstock.batches import Microbatch
+from penstock.batches import Batch, Microbatch
 from penstock.capture import GeneratorStates, is_inexact
 from penstock.checkpoint import Batches, CheckpointDir, CheckpointOptions, PeriodicSaver, batches_from
 from penstock.errors import CheckpointError, PenstockWarning, RunError
@@ -38,26 +38,18 @@ _PAIR = "yield inputs, target"
 _AUTO = "auto"
 
 
-class StepCall(NamedTuple):
-    """The arguments of `Pipeline.step`."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any = None
-
-
-def step_call(batch: Any, has_loss_fn: bool) -> StepCall:
-    """Convert a batch to the arguments of a step. With a loss function, a batch is a pair of inputs and target.
+def step_batch(given: Any, has_loss_fn: bool) -> Batch:
+    """Convert a batch of the user's data. With a loss function, it must be a pair of inputs and target.
 
     Inputs are one tensor, a tuple of arguments, or a mapping from names to arguments.
     """
     if not has_loss_fn:
-        return StepCall(*_inputs(batch))
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        got = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+        return Batch(*_inputs(given))
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        got = f"{type(given).__name__} of {len(given)}" if isinstance(given, tuple | list) else type(given).__name__
         raise RunError("a loss function needs batches of inputs and a target", batch=got, hint=_PAIR)
-    inputs, target = batch
-    return StepCall(*_inputs(inputs), target)
+    inputs, target = given
+    return Batch(*_inputs(inputs), target)
 
 
 def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -68,9 +60,9 @@ def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
 
 
-def size_of(call: StepCall) -> tuple[int, int]:
+def size_of(batch: Batch) -> tuple[int, int]:
     """The number of samples in a batch, and of tokens: 0 unless its first input is a 2-D integer tensor."""
-    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+    tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor) and value.dim()]
     if not tensors:
         return 0, 0
     first = tensors[0]
@@ -226,6 +218,8 @@ class _Loop:
         self._was_signalled = False
         """whether any rank was asked to stop from outside"""
         self._metrics: StepMetrics | None = None
+        self._is_evaluated = False
+        """whether the last step was; its `eval_loss` does not show it, as a loss that is not finite is None there"""
 
     def run(self, batches: Batches) -> Run:
         """Train until the end."""
@@ -242,14 +236,14 @@ class _Loop:
                 )
             is_stopped = False
             while options.num_left(self._step) != 0 and not is_stopped:
-                group = [step_call(batch, pipe.has_loss_fn) for batch in islice(left, options.accumulate)]
+                group = [step_batch(each, pipe.has_loss_fn) for each in islice(left, options.accumulate)]
                 if not group:
                     break
                 is_stopped = self._take_step(group, stop)
             if self._metrics is None and not is_resumed:
                 raise RunError("the data has no batches", hint="a data function that yields at least one")
             # If data or a callback ended the training between two evaluations; after a signal there is no time.
-            if self._metrics is not None and self._metrics.eval_loss is None and not self._was_signalled:
+            if self._metrics is not None and not self._is_evaluated and not self._was_signalled:
                 self._evaluate(self._metrics)
             if self._saver is not None:
                 self._saver.finish()
@@ -275,14 +269,14 @@ class _Loop:
                 group.setdefault("initial_lr", float(group["lr"]))
         return left
 
-    def _take_step(self, group: list[StepCall], stop: StopRequest) -> bool:
+    def _take_step(self, group: list[Batch], stop: StopRequest) -> bool:
         """Take a step, evaluate, log and save; returns whether all ranks stop now."""
         pipe, options, saver = self._pipe, self._options, self._saver
         self._emit("before_step")
         self._set_lr()
         outcome = self._retry_after_save(group)
         self._step += 1
-        self._metrics = outcome.metrics
+        self._metrics, self._is_evaluated = outcome.metrics, False
         self._history.add(outcome)
         self._write_metrics(outcome.metrics)
         self._emit("after_step")
@@ -295,7 +289,7 @@ class _Loop:
         if pipe.is_first:
             self._messages.append(self._history.slow_ranks())
             if self._on_step is not None:
-                tokens = sum(size_of(call)[1] for call in group)
+                tokens = sum(size_of(batch)[1] for batch in group)
                 report = _step_report(self._history.steps, options.steps, tokens, outcome, int(memory), self._messages)
                 self._on_step(report)
         self._messages.clear()
@@ -314,7 +308,7 @@ class _Loop:
             else:
                 group["lr"] = rate
 
-    def _retry_after_save(self, group: list[StepCall]) -> "_StepOutcome":
+    def _retry_after_save(self, group: list[Batch]) -> "_StepOutcome":
         """Run a step. If it failed only because the previous asynchronous save failed, repeat it."""
         number = self._pipe.num_steps
         try:
@@ -326,14 +320,14 @@ class _Loop:
         self._pipe.num_steps = number
         return self._run_step(group)
 
-    def _run_step(self, group: list[StepCall]) -> "_StepOutcome":
+    def _run_step(self, group: list[Batch]) -> "_StepOutcome":
         """Forward and backward of the batches of a step, and the update."""
         pipe, optimizer, scaler, began = self._pipe, self._optimizer, self._pipe.scaler, time.perf_counter()
         optimizer.zero_grad()
         options = {"scale": 1 / len(group)} if len(group) > 1 else {}
         loss, skipped, norm = 0.0, "", None
-        for index, call in enumerate(group):
-            own = self._share(call, is_compared=index == 0 and self._step % _CHECK_SHARES_EVERY == 0)
+        for index, batch in enumerate(group):
+            own = self._share(batch, is_compared=index == 0 and self._step % _CHECK_SHARES_EVERY == 0)
             with warnings.catch_warnings(), self._autocast():
                 # A skipped step is reported in its log line.
                 warnings.filterwarnings("ignore", "loss or gradient is NaN or Inf", PenstockWarning)
@@ -353,25 +347,25 @@ class _Loop:
                 scaler.update()
                 if scaler.skipped > num_skipped:
                     skipped = f"gradients overflow at a loss scale of {scale:g}"
-        samples = sum(size_of(call)[0] for call in group)
+        samples = sum(size_of(batch)[0] for batch in group)
         metrics = StepMetrics(self._step, loss, time.perf_counter() - began, samples, norm, lr)
         # A scale that is found by halving it overflows several times; below 1 the gradients themselves are too large.
         return _StepOutcome(
             metrics, result.trace, skipped, counts=bool(skipped) and (scaler is None or scaler.scale < 1)
         )
 
-    def _share(self, call: StepCall, is_compared: bool) -> StepCall | Microbatch:
+    def _share(self, batch: Batch, is_compared: bool) -> Batch | Microbatch:
         """The samples of this replica. Those of different ranks are compared first if `is_compared`."""
         pipe = self._pipe
         if pipe.num_replicas == 1:
-            return call
+            return batch
         if is_compared:
-            content = float(checksum(dict(named_leaves((call.args, call.kwargs, call.target), "batch"))))
+            content = float(checksum(dict(named_leaves((batch.args, batch.kwargs, batch.target), "batch"))))
             largest, smallest = pipe.largest(content, -content)
             if largest != -smallest:
                 hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"
                 raise RunError("all replicas must be given the same batch, of which each takes a share", hint=hint)
-        return pipe.share(*call.args, target=call.target, **self._budget, **call.kwargs)
+        return pipe.share(*batch.args, target=batch.target, **self._budget, **batch.kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast(self._options.precision, self._pipe.device.type)
@@ -383,9 +377,9 @@ class _Loop:
         # The data may be drawn from the global random state, on which the training must not depend.
         generators = GeneratorStates.of_process()
         total = weight = 0.0
-        for batch in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
-            call = step_call(batch, self._pipe.has_loss_fn)
-            own, samples = self._share(call, is_compared=False), size_of(call)[0] or 1
+        for given in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
+            batch = step_batch(given, self._pipe.has_loss_fn)
+            own, samples = self._share(batch, is_compared=False), size_of(batch)[0] or 1
             with self._autocast():
                 result = self._pipe.evaluate(*own.args, target=own.target, **self._budget, **own.kwargs)
             if result.loss is None:
@@ -395,6 +389,7 @@ class _Loop:
         if not weight:
             raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
         self._metrics = self._history.steps[-1] = replace(metrics, eval_loss=total / weight)
+        self._is_evaluated = True
         self._write_metrics(self._metrics)
         self._emit("eval")
 

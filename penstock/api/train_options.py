@@ -91,7 +91,8 @@ class TrainOptions:
                 hint = "steps=1000, at whose end the learning rate is 0"
                 raise PenstockError(f"lr_schedule {self.lr_schedule!r} needs the number of steps", hint=hint)
             if self.warmup >= self.steps:
-                raise PenstockError("warmup must be shorter than steps", warmup=self.warmup, steps=self.steps)
+                sizes, hint = {"got": self.warmup, "steps": self.steps}, f"warmup={self.steps // 10}"
+                raise PenstockError("warmup must be shorter than steps", **sizes, hint=hint)
         targets = self.log_targets
         if twice := next((target for index, target in enumerate(targets) if target in targets[:index]), None):
             raise PenstockError("log must name every target once", got=":".join(twice), hint="leave out one of them")

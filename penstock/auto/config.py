@@ -77,10 +77,11 @@ class AutoPipelineConfig:
         for field in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
             value = getattr(self, field)
             if (as_int(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
-                raise PlanError(f"{field} must be a whole number, 1 or more", got=repr(value))
+                raise PlanError(f"{field} must be a whole number, 1 or more", got=repr(value), hint=f"{field}=1")
         if self.pp_batch_size % self.pp_microbatch_size:
             sizes = {"pp_batch_size": self.pp_batch_size, "pp_microbatch_size": self.pp_microbatch_size}
-            raise PlanError("the batch size must be a multiple of the microbatch size", **sizes)
+            hint = f"pp_batch_size={-(-self.pp_batch_size // self.pp_microbatch_size) * self.pp_microbatch_size}"
+            raise PlanError("the batch size must be a multiple of the microbatch size", **sizes, hint=hint)
         self._check_choices()
         Granularity(self.depth, self.basic_blocks)
 
@@ -125,10 +126,12 @@ class AutoPipelineConfig:
             hint = 'init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))'
             raise PlanError("world_mesh must be a DeviceMesh with named axes", got=got, hint=hint)
         if self.moe_mesh is not None and not isinstance(self.moe_mesh, DeviceMesh):
-            raise PlanError("moe_mesh must be a DeviceMesh", got=type(self.moe_mesh).__name__)
+            hint = 'init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp")), or None'
+            raise PlanError("moe_mesh must be a DeviceMesh", got=type(self.moe_mesh).__name__, hint=hint)
         _check_names("dp_axis_names", self.dp_axis_names)
         if self.pp_axis_name in self.dp_axis_names:
-            raise PlanError("the pipeline axis must not be a replica axis", name=repr(self.pp_axis_name))
+            hint = f"dp_axis_names without {self.pp_axis_name!r}"
+            raise PlanError("the pipeline axis must not be a replica axis", name=repr(self.pp_axis_name), hint=hint)
         # The default ("dp",) may be missing in the mesh: then there are no replicas.
         replicas = () if tuple(self.dp_axis_names) == ("dp",) else tuple(self.dp_axis_names)
         _check_axes(mesh, "world_mesh", "pp_axis_name", (self.pp_axis_name,))
@@ -181,7 +184,7 @@ class AutoPipelineConfig:
         rounding = self.round_virtual_stages_to_pp_multiple
         if rounding not in (None, "up", "down"):
             field = "round_virtual_stages_to_pp_multiple"
-            raise PlanError(f"{field} must be None, 'up' or 'down'", got=repr(rounding))
+            raise PlanError(f"{field} must be None, 'up' or 'down'", got=repr(rounding), hint=f'{field}="up"')
         if self.module_fqns_per_model_part is not None and self.layers_per_stage is not None:
             problem = "stages must be given by module_fqns_per_model_part or by layers_per_stage, not both"
             raise PlanError(problem, layers_per_stage=self.layers_per_stage, hint="layers_per_stage=None")
@@ -217,4 +220,4 @@ def _check_axes(mesh: DeviceMesh, where: str, field: str, names: tuple[Any, ...]
     axes = mesh.mesh_dim_names or ()
     for name in names:
         if name not in axes:
-            raise PlanError(f"{field} must name an axis of {where}", got=repr(name), axes=axes)
+            raise PlanError(f"{field} must name an axis of {where}", got=repr(name), hint=f"one of {', '.join(axes)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.api.arguments import check_batch
 from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split, find_split
@@ -32,7 +33,8 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
     schedule = csv or schedule_of(config, partition.num_stages)
     if partition.num_stages != schedule.num_stages:
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
-        raise PlanError("the CSV must have as many stages as the model", **stages)
+        hint = "layers_per_stage or module_fqns_per_model_part with that number of stages, or another CSV"
+        raise PlanError("the CSV must have as many stages as the model", **stages, hint=hint)
     options = PlanOptions(config.num_ranks, schedule=schedule, partitioner=partition, budget_seconds=0.0)
     return search({config.num_microbatches: Measured(graph, Profile.uniform(graph))}, options)
 
@@ -45,7 +47,12 @@ def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | Program | None:
     sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     configured = {"ranks": config.num_ranks, "microbatches": config.num_microbatches}
     if sizes != configured:
-        raise PlanError("the CSV must have the configured ranks and microbatches", csv=sizes, configured=configured)
+        raise PlanError(
+            "the CSV must have the configured ranks and microbatches",
+            csv=sizes,
+            configured=configured,
+            hint="pp_batch_size and pp_microbatch_size, or a mesh, with these sizes",
+        )
     if isinstance(schedule, Schedule):
         # A program is proven for the cuts of the model when it is planned.
         verify(schedule)
@@ -187,8 +194,7 @@ def example_of(
 
     Later batches may have other lengths and arguments: only the order of the layers is taken from the example.
     """
-    if not isinstance(args, list | tuple):
-        raise PlanError("args must be a tuple of the model's arguments", got=type(args).__name__, hint=_EXAMPLE_HINT)
+    check_batch(args, kwargs, PlanError, _EXAMPLE_HINT)
     if not args and not kwargs:
         args, kwargs = (), _dummy_batch(config, model, has_loss_fn)
     rules = {**find_split(model, args, kwargs, split), **(split or {})}

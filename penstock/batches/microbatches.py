@@ -196,7 +196,7 @@ def with_columns_of(microbatches: Sequence[Microbatch], index: int) -> Sequence[
 
 def longest(microbatches: Sequence[Microbatch]) -> int:
     """The index of the microbatch with the most columns: with those every sample of the batch is complete."""
-    widths = [0 if each.columns is None else each.columns.stop - each.columns.start for each in microbatches]
+    widths = [0 if each.columns is None else each.columns.length for each in microbatches]
     return widths.index(max(widths))
 
 

@@ -106,8 +106,10 @@ def find_padding(whole: Microbatch) -> Padding:
     ends = torch.stack([_ends(list(each.values())) for each in (masks, labels) if each]).tolist()
     firsts, lasts = ends[0]
     # Without a mask only the end counts: labels of -100 at the beginning are those of a prompt.
-    is_left = bool(masks) and any(firsts) and all(last == width for last in lasts)
-    if masks and any(firsts) and not is_left:
+    # A sample of padding only, which ends at 0, may be in a batch with padding on either side.
+    begins_with_padding = bool(masks) and any(first and last for first, last in zip(firsts, lasts, strict=True))
+    is_left = begins_with_padding and all(last in (0, width) for last in lasts)
+    if begins_with_padding and not is_left:
         raise RunError(
             "budget_tokens needs samples that are all padded on the same side, got padding on both sides or in between",
             masks=listed(list(masks)),
@@ -131,13 +133,13 @@ def find_padding(whole: Microbatch) -> Padding:
 
 
 def _ends(valid: Sequence[Tensor]) -> Tensor:
-    """The first valid position of every sample and the end of its last one; (0, 0) for a sample of padding only."""
+    """The first valid position of every sample and the end of its last one; (width, 0) for one of padding only."""
     anywhere = valid[0]
     for other in valid[1:]:
         anywhere = anywhere | other
     marks, width = anywhere.to(torch.uint8), anywhere.shape[1]
-    last = (width - marks.flip(1).argmax(1)) * anywhere.any(1)
-    return torch.stack([marks.argmax(1), last])
+    has_any = anywhere.any(1)
+    return torch.stack([marks.argmax(1).where(has_any, width), (width - marks.flip(1).argmax(1)).where(has_any, 0)])
 
 
 def _tensors(whole: Microbatch) -> Iterator[tuple[str, Tensor, SampleAxis | None]]:

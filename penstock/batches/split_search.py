@@ -55,8 +55,8 @@ def find_split(
 
     Each combination is tried on two halves of the batch, in eval mode and without gradients, until the results are
     those of the whole batch. The model is left as it was. Empty if shapes decide everything, or if the model cannot be
-    run. Raises a RunError if no combination, or more than one, is right. Warns if the results of a sample depend on
-    the samples beside it, or on those before it.
+    run. Raises a RunError if no combination gives these results, unless with exactly one of them only scalars, such as
+    a loss, differ. Warns if the results of a sample depend on the samples beside it, or on those before it.
     """
     register_containers((args, kwargs))
     search = _Search(model, tuple(args), dict(kwargs), dict(split or {}))

@@ -12,7 +12,7 @@ from penstock.cli.files import write
 from penstock.cli.options import Outputs, Sizes, Times
 from penstock.cli.output import RUN_FAILED, echo, failed, print_json, print_table, print_view
 from penstock.cli.simulate import Simulated, documents, named_schedules, simulate_schedule
-from penstock.errors import PenstockError
+from penstock.cli.train_log import make_directory
 
 Out = Annotated[Path, Option(metavar="DIRECTORY", help="The directory to write into; created if missing.")]
 DRAWN = ("1f1b", "zbv", "dualpipe_v")
@@ -153,10 +153,9 @@ def _print(runs: Sequence[Simulated], compared: Sequence[Comparison], seconds: f
 
 
 def _write(runs: Sequence[Simulated], out: Path) -> list[Path]:
-    if out.exists() and not out.is_dir():
-        raise PenstockError("--out must be a directory, got a file", out=out, hint="--out another-directory")
+    make_directory(out)
     orders = out / "orders"
-    orders.mkdir(parents=True, exist_ok=True)
+    orders.mkdir(exist_ok=True)
     # PNG needs matplotlib, an extra; the SVG shows the same.
     png = out / "schedules.png" if find_spec("matplotlib") else None
     outputs = Outputs(out / "schedules.svg", png, out / "memory.svg", out / "trace.json.gz")

@@ -38,7 +38,7 @@ def explain(
     else:
         plan = read_record(Path(file))
         if not isinstance(plan, Plan):
-            hint = "penstock plan --out FILE"
+            hint = "penstock plan MODEL --out FILE, then explain FILE"
             raise FormatError("only a plan can be explained", got=type(plan).__name__, hint=hint)
         if (options, machine, state, example) != (PlanFlags(), Machine(), StateFlags(), NO_EXAMPLE):
             hint = "penstock plan MODEL with these options, or explain without them"

@@ -20,7 +20,7 @@ from penstock.errors import CaptureError, PartitionError, PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.api.train_loop import StepCall
+    from penstock.batches import Batch
     from penstock.ir import Cluster, DeviceSpeed, Plan
 
 SCHEDULE_NAME = "schedule.csv"  # the name of the order in printed configurations
@@ -264,7 +264,7 @@ class LossExample(NamedTuple):
     """The loss function of `penstock train` and `check`, if there is one, and a batch, with a target for it."""
 
     function: "Callable[[Any, Any], Any] | None"
-    batch: "StepCall"
+    batch: "Batch"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     check_targets((out,), source=file)
     record = read_record(file)
     if view or out:
-        _show_view(record, view or "", out)
+        _show_view(record, view, out)
     elif as_json:
         echo(to_json(record), end="")
     elif isinstance(record, Schedule | Program):
@@ -74,12 +74,15 @@ def sizes_line(orders: "Schedule | Program") -> str:
     )
 
 
-def _show_view(record: Any, name: str, out: Path | None) -> None:
+def _show_view(record: Any, name: str | None, out: Path | None) -> None:
     """Print a view of the table, or write it to a file."""
     from penstock.views import VIEWS, RichView
 
+    hint = f"--view with one of {', '.join(VIEWS)}"
+    if name is None:
+        raise ViewError("--out must be given with --view, the view to write", out=out, hint=hint)
     if name not in VIEWS:
-        raise ViewError("unknown view", view=repr(name), hint=f"--view with one of {', '.join(VIEWS)}")
+        raise ViewError("unknown view", view=repr(name), hint=hint)
     has_formats = any(field.name == "format" for field in fields(VIEWS[name]))
     view = VIEWS[name](**({"format": "png"} if has_formats and out and out.suffix.lower() == ".png" else {}))
     subject = _subject(record, view.record)

@@ -51,17 +51,21 @@ def simulate(
     those of one rank's layers, however many stages they are cut into, so all schedules do the same work. Every
     program is proven deadlock-free before it is simulated.
     """
+    from penstock.schedules import SCHEDULES
     from penstock.views import Table, Terminal
 
     check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
     left_out: list[str] = []
-    if Path(name).suffix:
+    path = Path(name)
+    # A schedule has precedence over a file of the same name, which is given as ./NAME.
+    is_path = path.suffix or len(path.parts) > 1 or name.startswith(".")
+    if is_path or (path.is_file() and name not in ("all", *SCHEDULES)):
         if sizes != Sizes() or sweep is not None:
             hint = f"penstock simulate {name}"
             raise PenstockError(
                 "ranks, stages and microbatches must not be given: the file has them", file=name, hint=hint
             )
-        runs = [simulate_file(Path(name), times)]
+        runs = [simulate_file(path, times)]
     else:
         names, left_out = named_schedules(name, sizes)
         runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]

@@ -194,14 +194,14 @@ def autocast(job: Job) -> "AbstractContextManager[Any]":
 @contextmanager
 def loss_example(loss: str | None, data: str, device: Any = None) -> "Iterator[LossExample]":
     """The loss function, None without one, and the first batch of the data function."""
-    from penstock.api.train_loop import step_call
+    from penstock.api.train_loop import step_batch
 
     with _loss_function(loss) as function, user_function(data, _DATA_BODY) as batches:
         with redirect_stdout(sys.stderr):
             batch = next(_batches_from(batches, 0, device), None)
         if batch is None:
             raise RunError("the data has no batches", hint="a data function that yields at least one")
-        yield LossExample(function, step_call(batch, has_loss_fn=function is not None))
+        yield LossExample(function, step_batch(batch, has_loss_fn=function is not None))
 
 
 def run_rank(job: Job, plan: "Plan") -> str:
@@ -337,7 +337,8 @@ def _batches_from(data: UserFunction, number: int, device: Any) -> Iterator[Any]
 
 def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
     """The batches; errors of the user's iterator name the line, those of the loop that uses the batches do not."""
-    iterator = iter(batches)
+    with user_errors(f"the function {data.name} failed", data.path):
+        iterator = iter(batches)
     while True:
         with user_errors(f"the function {data.name} failed", data.path):
             try:

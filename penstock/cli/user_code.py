@@ -60,7 +60,8 @@ def user_errors(problem: str, path: Path, kind: type[PenstockError] = PenstockEr
     except (Exception, SystemExit) as error:
         frames = extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-        if isinstance(error, SyntaxError):
+        # The file itself may not parse; a module that it imports is named in the message of the error.
+        if isinstance(error, SyntaxError) and Path(error.filename or "").resolve() == path.resolve():
             lines.append(error.lineno)
         location = f"{path}:{lines[-1]}" if lines else path
         from penstock.launch import text_of

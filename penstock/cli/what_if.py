@@ -43,7 +43,7 @@ def what_if(
         if not file.is_file():
             hint = "the run.json of penstock train, or a trace of torch.profiler"
             raise PenstockError("no such file", file=file, hint=hint)
-    check_targets((out,), source=files[0])
+        check_targets((out,), source=file)
     recording = read_recording(files, microbatches)
     found = answer(recording, budget)
     if as_json:

@@ -83,9 +83,10 @@ def check_settings(args: Any) -> None:
 def check_ranks(local: bool, ranks: int | None, plan: Plan | None, replicas: int) -> int:
     """The number of ranks of a pipeline; refuses to run without ranks, or with another number than there are."""
     if as_int(replicas) is None or replicas < 1:
-        raise RunError("replicas must be an integer of 1 or more", got=repr(replicas))
+        raise RunError("replicas must be a whole number, 1 or more", got=repr(replicas), hint="replicas=2")
     if plan is not None and ranks not in (None, plan.num_ranks):
-        raise RunError("ranks must be the number of ranks of the plan", got=repr(ranks), plan=plan.num_ranks)
+        hint = f"ranks={plan.num_ranks}, or leave it out"
+        raise RunError("ranks must be the number of ranks of the plan", got=repr(ranks), plan=plan.num_ranks, hint=hint)
     known = ranks if plan is None else plan.num_ranks
     if local:
         if known is None:

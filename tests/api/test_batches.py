@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from penstock.api.train_loop import StepCall, size_of, step_call
+from penstock.api.train_loop import size_of, step_batch
+from penstock.batches import Batch
 from penstock.errors import RunError
 
 X, Y = torch.ones(3, 5), torch.zeros(3)
@@ -17,22 +18,22 @@ FORMS = {
 
 @pytest.mark.parametrize(("inputs", "expected"), FORMS.values(), ids=FORMS)
 def test_inputs_may_have_any_usual_form(inputs: object, expected: tuple[object, object]) -> None:
-    assert step_call(inputs, has_loss_fn=False) == (*expected, None)
-    assert step_call((inputs, Y), has_loss_fn=True) == (*expected, Y)
+    assert step_batch(inputs, has_loss_fn=False) == (*expected, None)
+    assert step_batch((inputs, Y), has_loss_fn=True) == (*expected, Y)
 
 
 @pytest.mark.parametrize("batch", [X, (X,), (X, Y, Y), {"x": X}])
 def test_a_loss_function_needs_a_target(batch: object) -> None:
     with pytest.raises(RunError, match="inputs and a target"):
-        step_call(batch, has_loss_fn=True)
+        step_batch(batch, has_loss_fn=True)
 
 
 def test_names_must_be_strings() -> None:
     with pytest.raises(RunError, match="names of a batch must be strings"):
-        step_call({1: X}, has_loss_fn=False)
+        step_batch({1: X}, has_loss_fn=False)
 
 
 def test_tokens_are_whole_numbers_in_rows() -> None:
-    assert size_of(StepCall((torch.ones(3, 5, dtype=torch.long),), {})) == (3, 15)
-    assert size_of(StepCall((), {"x": X})) == (3, 0)
-    assert size_of(StepCall((1,), {})) == (0, 0)
+    assert size_of(Batch((torch.ones(3, 5, dtype=torch.long),), {})) == (3, 15)
+    assert size_of(Batch((), {"x": X})) == (3, 0)
+    assert size_of(Batch((1,), {})) == (0, 0)

@@ -60,6 +60,35 @@ def test_buffers_that_the_backward_updates_are_not_compared():
     assert not any("running_mean" in one.name for one in report.loop.differences)
 
 
+class Logarithm(nn.Module):
+    """Replaces a buffer by its logarithm: by a finite number in forward, and by NaN when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x):
+        self.level.log_()
+        return x
+
+
+class CheckpointedLogarithm(nn.Module):
+    """Runs the logarithm and a linear layer again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Logarithm(), nn.Linear(8, 8)).double()
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:the forward uses buffers")
+def test_a_buffer_that_becomes_nan_in_the_backward_is_not_compared():
+    report = checked(nn.Sequential(*(CheckpointedLogarithm() for _ in range(4))))
+    assert "the backward updates 4 buffers (0.layers.0.level)" in str(report)
+
+
 class Checkpointed(nn.Module):
     """Blocks with dropout, each of which a checkpoint runs again in backward."""
 

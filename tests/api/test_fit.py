@@ -311,6 +311,17 @@ def test_evaluating_does_not_change_the_training() -> None:
     assert losses() == losses(eval_every=1)
 
 
+def test_an_evaluation_whose_loss_is_not_finite_is_not_repeated() -> None:
+    pipe, events = pipeline({}), []
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    bad = [(torch.full((4, WIDTH), math.inf, dtype=torch.float64), noise(4, WIDTH))]
+    data = cast(batches(2), torch.float64)
+    note_event = lambda event: events.append(event.name)  # noqa: E731
+    run = penstock.fit(pipe, data, optimizer, TrainOptions(steps=2), eval_batches=bad, callbacks=[note_event])
+    assert run.steps[-1].eval_loss is None
+    assert events.count("eval") == 1
+
+
 WRONG = {
     "precision": ({"precision": "int8"}, "fp32 or bf16 or fp16"),
     "schedule": ({"lr_schedule": "step"}, "constant or linear or cosine"),

@@ -31,6 +31,15 @@ def make_nothing(cluster: Cluster) -> Plan:
     raise penstock.FitError("too large", bytes=7, hint="less", report="rank 0: 7")
 
 
+class OfUser(penstock.PlanError):
+    """An error that the other ranks may not know."""
+
+
+def refuse(cluster: Cluster) -> Plan:
+    """An error of a class that penstock does not have."""
+    raise OfUser("not today", hint="tomorrow")
+
+
 def stumble(cluster: Cluster) -> Plan:
     """What a user's model may do."""
     raise KeyError("weights")
@@ -80,6 +89,7 @@ def test_ranks_that_are_bound_to_different_cores_share_none(pools: Pools) -> Non
     ("make", "kind", "words"),
     [
         (make_nothing, "FitError", "too large (bytes: 7)\nrank 0: 7\ntry: less"),
+        (refuse, "PlanError", "not today\ntry: tomorrow"),
         (stumble, "PlanError", "planning failed on the first rank (reason: KeyError: 'weights')"),
         (make_for_others, "PlanError", "make must return a plan for all ranks (ranks: 2, got: 1)"),
     ],

@@ -124,6 +124,39 @@ def test_logs_are_closed_after_an_error_and_never_opened_without_a_step(monkeypa
     assert wandb.calls[-1] == "finish"
 
 
+def test_a_log_that_fails_at_the_end_neither_hides_an_error_nor_loses_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_connection(self: FakeWandb) -> None:
+        raise RuntimeError("connection lost")
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    monkeypatch.setattr(FakeWandb, "finish", lose_connection)
+    model, batch = chain(2), noise(4, WIDTH)
+    plan = quick_plan(model, (batch,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    optimizer, options = torch.optim.SGD(pipe.parameters(), lr=0.1), TrainOptions(log=["wandb:first"])
+    with pytest.warns(penstock.PenstockWarning, match="connection lost"):
+        run = penstock.fit(pipe, [(batch, batch)], optimizer, options)
+    assert len(run.steps) == 1
+
+    def fail_after_a_step(event: penstock.TrainEvent) -> None:
+        if event.name == "after_step":
+            raise ValueError("stop here")
+
+    with pytest.raises(ValueError, match="stop here"):
+        penstock.fit(pipe, [(batch, batch)], optimizer, options, callbacks=[fail_after_a_step])
+
+
+def test_a_log_that_fails_while_training_is_dropped_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    logs = StepLogs([LogTarget("wandb", "first")])
+    assert logs.write(metrics(0)) == []
+    monkeypatch.setattr(FakeWandb, "log", lambda self, values, step: {}["run"])
+    (message,) = logs.write(metrics(1))
+    assert "STEPS ARE NO LONGER WRITTEN TO first" in message
+    assert logs.write(metrics(2)) == []
+
+
 def test_wandb_that_does_not_start_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -40,6 +40,7 @@ def clock(): return Clock(), torch.ones(8, 4)
 FILES = {
     "model.py": MODELS,
     "broken.py": "x = 1\ndef build(:\n",
+    "importing.py": "import broken\ndef build(): ...\n",
     "notes.txt": "hello",
     "cell.csv": "0F0,0F1,0B0,0B1\n1F0,1F1,1X0,1B1\n",
     "three.csv": "0F0,0B0\n1F0,1B0\n2F0,2B0\n",
@@ -77,6 +78,9 @@ MISTAKES = {
     "a file that is not there": Mistake("plan modle.py:build", 2, "no such file (file: modle.py)", "model.py:build"),
     "a file that is not Python": Mistake("plan notes.txt:build", 2, "not a Python file", "ends in .py"),
     "an error of syntax": Mistake("plan broken.py:build", 2, "(file: broken.py:2, error: SyntaxError", "python broken"),
+    "an error of syntax in an imported file": Mistake(
+        "plan importing.py:build", 2, "(file: importing.py:1, error: SyntaxError", "python importing"
+    ),
     "no function": Mistake("plan model.py", 2, "expected FILE.py:FUNCTION", "model.py:FUNCTION"),
     "a function that is misspelled": Mistake("plan model.py:biuld", 2, "no such function", "did you mean build?"),
     "no model returned": Mistake("plan model.py:number", 2, "(function: number, got: int)", "return model, args"),

@@ -124,6 +124,7 @@ def test_a_picture_is_a_png_if_the_file_is_one(call, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--view", "hologram"), "unknown view"),
+        (("--out", "picture.svg"), "--out must be given with --view"),
         (("--out", "picture.svg"), "--view with one of terminal, table, timeline"),
         (("--view", "profile"), "this view must be given a profile"),
     ],

@@ -128,6 +128,13 @@ def test_the_order_of_a_file_is_simulated(call, written) -> None:
     assert "program.csv: makespan 9 s" in call("simulate", "program.csv").output
 
 
+@pytest.mark.parametrize(("name", "typed"), [("orders", "orders"), ("zbv", "./zbv")])
+def test_a_file_of_an_order_needs_no_suffix(name: str, typed: str, call, written) -> None:
+    written(name, "0F0,0B0\n")
+    (found,) = json.loads(call("simulate", typed, "--json").stdout)
+    assert (found["ranks"], found["microbatches"]) == (1, 1)
+
+
 def test_an_order_of_a_file_that_deadlocks_is_refused(call, written) -> None:
     written("bad.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     result = call("simulate", "bad.csv")

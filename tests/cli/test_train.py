@@ -57,6 +57,13 @@ def broken():
     yield torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
     raise KeyError("page 3")
 
+class Unreadable:
+    def __iter__(self):
+        raise KeyError("page 1")
+
+def unreadable():
+    return Unreadable()
+
 def spoilt():
     while True:
         yield torch.full((8, 4), float("inf")), torch.zeros(8, dtype=torch.long)
@@ -99,6 +106,7 @@ MISTAKES = {
     "no batches": ((*GOOD, "--data", "model.py:none"), 5, "the data has no batches"),
     "data that is none": ((*GOOD, "--data", "model.py:number"), 2, "the data function must return batches"),
     "data that breaks": ((*GOOD, "--data", "model.py:broken"), 5, "KeyError: 'page 3'"),
+    "data that cannot be read": ((*GOOD, "--data", "model.py:unreadable"), 2, "KeyError: 'page 1'"),
     "numbers that are none": ((*GOOD, "--data", "model.py:spoilt"), 5, "3 steps in a row: "),
     "a file in the place of the directory": ((*GOOD, "--out", "model.py"), 2, "must be a directory, got a file"),
 }

@@ -43,6 +43,15 @@ def test_a_file_without_passes_is_refused(tmp_path):
     assert "no passes of a pipeline" in refused.output
 
 
+def test_a_report_is_not_written_over_any_of_the_files(tmp_path):
+    files = [write_trace(tmp_path / name) for name in ("first.json", "second.json")]
+    before = files[1].read_text()
+    refused = call(*files, "--budget", 0, "--out", files[1])
+    assert refused.exit_code == 2
+    assert "the output would overwrite its input" in refused.output
+    assert files[1].read_text() == before
+
+
 def test_a_directory_is_refused(tmp_path):
     refused = call(tmp_path)
     assert refused.exit_code == 2

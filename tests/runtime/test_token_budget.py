@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import penstock
+from penstock.batches import Batch, BatchSplitter, find_padding
 from tests.parity import WholeModel, assert_close, assert_parts_close, values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
@@ -118,6 +119,16 @@ def test_padding_on_the_left_is_cut_off_too(lengths: tuple[int, ...]) -> None:
     result = pipeline(model, batch).step(**batch, budget_tokens=BUDGET)
     assert_close(values(model, [result.loss]), values(plain, [WholeModel(plain).step(**batch).loss]))
     assert min(group.length for group in result.groups) <= 16
+
+
+def test_a_sample_of_padding_only_keeps_one_position_on_either_side() -> None:
+    mask = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for given, is_left in ((mask, True), (mask.flip(1), False)):
+        batch = {"input_ids": given, "attention_mask": given, "labels": given.masked_fill(given == 0, -100)}
+        padding = find_padding(BatchSplitter(Reader().forward).whole(Batch((), batch)))
+        assert padding.is_left == is_left
+        # On the left, one position of padding is kept.
+        assert padding.lengths == ((1, 4, 5) if is_left else (1, 3, 5))
 
 
 def weighted_loss(output: Tensor, target: Tensor) -> Tensor:
