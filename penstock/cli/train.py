@@ -18,7 +18,7 @@ from typer import Option
 
 from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
-from penstock.cli.options import AsJson, Example
+from penstock.cli.options import AsJson, Example, Given
 from penstock.cli.output import echo, note
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
@@ -41,7 +41,7 @@ from penstock.cli.training_job import (
     loss_example,
     run_rank,
 )
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
     from penstock.cli.restarts import SavedPlan
@@ -66,6 +66,7 @@ def train(
     example: Example,
     files: Files,
     checkpoints: CheckpointFlags,
+    given: Given,
 ) -> None:
     """Train a model with a plan.
 
@@ -85,6 +86,8 @@ def train(
     job = Job(model, example, flags, options, plan_options, checkpoints, files.out, files.as_json, attempt)
     check_job(job)
     choice = PlanChoice(job, files.plan)
+    if files.plan is not None:
+        choice.check_options(given)
     is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
     if is_torchrun_rank():
         from penstock.launch import exit_with_agent, kill_children_at_exit
@@ -184,6 +187,18 @@ class PlanChoice:
 
     def __init__(self, job: Job, file: Path | None) -> None:
         self._job, self._options, self._file = job, job.plan_options, file
+
+    def check_options(self, given: Given) -> None:
+        """Refuse options of the search for a plan beside --plan, unless they are those of the plan."""
+        own = {"--ranks": self._given.num_ranks, "--microbatches": str(self._given.num_microbatches)}
+        asked = {"--ranks": self._options.ranks, "--microbatches": self._options.microbatches}
+        # Modules can be opened to another depth than that of the plan.
+        typed = [name for name in given.of(PlanFlags) if name not in ("--depth", "--block")]
+        if others := [name for name in typed if name not in own or asked[name] != own[name]]:
+            hint = "leave them out, or penstock plan MODEL with these options for another plan"
+            sizes = {"ranks": self._given.num_ranks, "microbatches": self._given.num_microbatches}
+            problem = "options of the search have no effect on the plan of --plan"
+            raise PlanError(problem, options=", ".join(others), plan=self._file, **sizes, hint=hint)
 
     def first(self) -> "Plan":
         """The plan to begin with."""

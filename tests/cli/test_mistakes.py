@@ -132,6 +132,16 @@ MISTAKES = {
     "options for a finished plan": Mistake(
         "explain plan.json --ranks 8", 2, "no effect on a saved plan", "explain without them"
     ),
+    "a default for a finished plan": Mistake("explain plan.json --ranks 4", 2, "(file: plan.json, options: --ranks)"),
+    "seconds for a plan": Mistake(
+        "trace plan.json out.json --forward 2", 2, "the plan has them (file: plan.json, options: --forward)", "plan"
+    ),
+    "other ranks than those of the plan": Mistake(
+        "train model.py:build --data model.py:build --plan plan.json --ranks 4 --memory 1GiB",
+        2,
+        "no effect on the plan of --plan (options: --ranks, --memory, plan: plan.json, ranks: 2, microbatches: 4)",
+        "leave them out",
+    ),
     "a batch without a model": Mistake("check plan.json --batch 4", 2, "need --model", "--model hf:NAME"),
     "parity of a CSV": Mistake(
         "check three.csv --model model.py:build", 2, "--model needs a plan", "--schedule FILE.csv"
