@@ -36,6 +36,9 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     from penstock.views import Profile as ProfileView
 
     check_targets((out,), source=file)
+    if as_json and (view or out):
+        hint = "--view chrome without --json, which is JSON, or --json alone"
+        raise ViewError("--json prints the record, and must not be given with --view or --out", hint=hint)
     record = read_record(file)
     if view or out:
         _show_view(record, view or "", out)
@@ -80,8 +83,11 @@ def _show_view(record: Any, name: str, out: Path | None) -> None:
 
     if name not in VIEWS:
         raise ViewError("unknown view", view=repr(name), hint=f"--view with one of {', '.join(VIEWS)}")
-    has_formats = any(field.name == "format" for field in fields(VIEWS[name]))
-    view = VIEWS[name](**({"format": "png"} if has_formats and out and out.suffix.lower() == ".png" else {}))
+    drawn = [key for key, each in VIEWS.items() if any(field.name == "format" for field in fields(each))]
+    as_png = out is not None and out.suffix.lower() == ".png"
+    if as_png and name not in drawn:
+        raise ViewError("this view cannot be drawn as PNG", view=name, file=out, hint=f"--view {' or '.join(drawn)}")
+    view = VIEWS[name](**({"format": "png"} if as_png else {}))
     subject = _subject(record, view.record)
     if out:
         write(out, view(subject))

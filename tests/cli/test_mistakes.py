@@ -185,6 +185,15 @@ MISTAKES = {
     ),
     "a file with another name": Mistake("show plann.json", 2, "no such file", "did you mean plan.json?"),
     "a directory to show": Mistake("show none", 2, "(file: none, reason: is a directory)", "a file in it"),
+    "a view as JSON": Mistake(
+        "show three.csv --view table --json", 2, "--json prints the record", "--view chrome without --json"
+    ),
+    "a table as a picture": Mistake(
+        "show three.csv --view table --out table.png",
+        2,
+        "cannot be drawn as PNG (view: table, file: table.png)",
+        "--view timeline or memory",
+    ),
     # what is written
     "a missing directory": Mistake("simulate --svg no/a.svg", 2, "does not exist", "mkdir -p no"),
     "a directory in the way": Mistake(
