@@ -100,15 +100,18 @@ def train(
         run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
     if run is None:
         return
-    is_done = not run.steps
+    is_done, steps = not run.steps, options.steps
+    # Without a step, the run ends where it resumed, at the newest checkpoint.
+    last = checkpoints.newest_step if is_done else run.steps[-1].step + 1
+    is_short = steps is not None and last is not None and last < steps
     if files.out is not None:
         run = with_earlier_steps(run, files.out)
         for first, last in missing_steps(run):
             note(f"steps {first + 1} to {last + 1} are missing in {files.out / RUN}: they could not be written there")
     if not files.as_json:
         if is_done:
-            steps = options.steps
-            reason = f"{counted(steps, 'step')} were asked for, and are done" if steps else "the data has ended"
+            has_all = steps is not None and not is_short
+            reason = f"{counted(steps, 'step')} were asked for, and are done" if has_all else "the data has ended"
             echo(f"nothing left to train: {reason}")
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
@@ -116,6 +119,8 @@ def train(
             taken, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
+    if is_short:
+        note(f"ended after step {last} of {steps}: the data has ended{'' if is_done else ', or a stop was requested'}")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")
