@@ -71,10 +71,15 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
 
 def sizes_line(orders: "Schedule | Program") -> str:
     """The kind and the sizes of orders in one line."""
-    return (
-        f"{type(orders).__name__}: {orders.num_ranks} ranks, {orders.num_stages} stages, "
-        f"{orders.num_microbatches} microbatches, {len(orders.table.codes)} actions"
-    )
+    from penstock.ir import counted
+
+    sizes = {
+        "rank": orders.num_ranks,
+        "stage": orders.num_stages,
+        "microbatch": orders.num_microbatches,
+        "action": len(orders.table.codes),
+    }
+    return f"{type(orders).__name__}: {', '.join(counted(count, word) for word, count in sizes.items())}"
 
 
 def _show_view(record: Any, name: str, out: Path | None) -> None:
