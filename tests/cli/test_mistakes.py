@@ -36,6 +36,7 @@ class Clock(nn.Module):
         return self.linear(x) * self.calls
 
 def clock(): return Clock(), torch.ones(8, 4)
+three = 3
 """
 FILES = {
     "model.py": MODELS,
@@ -79,6 +80,7 @@ MISTAKES = {
     "an error of syntax": Mistake("plan broken.py:build", 2, "(file: broken.py:2, error: SyntaxError", "python broken"),
     "no function": Mistake("plan model.py", 2, "expected FILE.py:FUNCTION", "model.py:FUNCTION"),
     "a function that is misspelled": Mistake("plan model.py:biuld", 2, "no such function", "did you mean build?"),
+    "a number that is no function": Mistake("plan model.py:three", 2, "not a function (name: 'three'", "def three(): "),
     "no model returned": Mistake("plan model.py:number", 2, "(function: number, got: int)", "return model, args"),
     "a function that fails": Mistake("plan model.py:crash", 2, "model.py:9, error: NameError", "['crash']()"),
     "a model without its batch": Mistake("plan model.py:alone", 3, "missing a required argument", "return model, args"),
