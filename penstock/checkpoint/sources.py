@@ -35,7 +35,8 @@ def check_directory(path: object) -> Path:
     raise CheckpointError(
         "no such directory",
         path=directory,
-        hint="huggingface_hub.snapshot_download(name) downloads a model of the Hugging Face Hub into a directory",
+        hint="the directory of penstock train --checkpoint or of pipe.save; huggingface_hub.snapshot_download(name) "
+        "downloads a model of the Hugging Face Hub into one",
     )
 
 
@@ -104,5 +105,6 @@ def unknown_contents(directory: Path) -> CheckpointError:
         "no checkpoint found in this directory",
         path=directory,
         found=", ".join(names[:5]) or "nothing",
-        hint=f"the directory given to pipe.save, or one with {SINGLE} or {INDEX}, as written by save_pretrained",
+        hint="the directory of penstock train --checkpoint or of pipe.save, or one with "
+        f"{SINGLE} or {INDEX}, as written by save_pretrained",
     )

@@ -16,6 +16,7 @@ A verb imports torch and the packages it needs when it runs, so that `penstock -
 """
 
 import signal
+import warnings
 from typing import Annotated
 
 import typer
@@ -39,7 +40,7 @@ from penstock.cli import (
     why_hung,
 )
 from penstock.cli.options import command
-from penstock.cli.output import exit_on_error
+from penstock.cli.output import exit_on_error, format_warning
 
 __all__ = ["app", "main"]
 
@@ -99,6 +100,7 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
+    warnings.formatwarning = format_warning
     try:
         with exit_on_error():
             app(prog_name="penstock")

@@ -6,8 +6,8 @@ from typing import Annotated
 from typer import Argument
 
 from penstock.cli.files import read_record
-from penstock.cli.models import HF, NO_EXAMPLE
-from penstock.cli.options import AsJson, Example
+from penstock.cli.models import HF
+from penstock.cli.options import AsJson, Example, Given
 from penstock.cli.output import echo, print_json
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, make_plan
 from penstock.errors import FormatError, PlanError
@@ -22,6 +22,7 @@ def explain(
     machine: Machine,
     state: StateFlags,
     example: Example,
+    given: Given,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan.
@@ -40,9 +41,9 @@ def explain(
         if not isinstance(plan, Plan):
             hint = "penstock plan MODEL --out FILE, then explain FILE"
             raise FormatError("only a plan can be explained", got=type(plan).__name__, hint=hint)
-        if (options, machine, state, example) != (PlanFlags(), Machine(), StateFlags(), NO_EXAMPLE):
+        if typed := given.of(PlanFlags, Machine, StateFlags, Example):
             hint = "penstock plan MODEL with these options, or explain without them"
-            raise PlanError("options have no effect on a saved plan", file=file, hint=hint)
+            raise PlanError("options have no effect on a saved plan", file=file, options=", ".join(typed), hint=hint)
     others: dict[str, Trace] = {}
     if plan.choices.schedule not in (*SCHEDULES, "auto"):
         # The search for a plan has compared named schedules with each other, but not with an order that was given.

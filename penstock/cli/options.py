@@ -10,7 +10,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-from typer import Option
+from typer import Context, Option
 
 from penstock.api.train_options import Flag
 from penstock.cli.output import exit_on_error
@@ -95,12 +95,26 @@ class Example:
     ] = False
 
 
+class Given(frozenset[str]):
+    """The names of the options that were typed; a verb with a parameter of this type is given them.
+
+    An option that was typed with its default value is told apart from one that was left out.
+    """
+
+    def of(self, *records: type) -> list[str]:
+        """The typed options that are fields of the records, as they are typed."""
+        names = (field.name for record in records for field in fields(record))
+        return [f"--{name.replace('_', '-')}" for name in names if name in self]
+
+
 Verb = Callable[..., None]
 
 
 def command(verb: Verb) -> Verb:
     """Turn a verb that takes records of options into a function that takes each of their fields, as typer needs it."""
-    records: dict[str, Any] = {name: hint for name, hint in get_type_hints(verb).items() if is_dataclass(hint)}
+    hints = get_type_hints(verb)
+    records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    takes_given = [name for name, hint in hints.items() if hint is Given]
     names = {name: [field.name for field in fields(record)] for name, record in records.items()}
 
     def run(**values: Any) -> None:
@@ -108,19 +122,24 @@ def command(verb: Verb) -> Verb:
             # Before torch, whose extension module imports numpy while it loads and drops a ctrl-c that comes meanwhile.
             import numpy  # noqa: F401
 
+            for name in takes_given:
+                context = values.pop(name)
+                sources = {key: context.get_parameter_source(key) for key in context.params}
+                values[name] = Given(key for key, source in sources.items() if source and source.name == "COMMANDLINE")
             built = {name: record(**{key: values.pop(key) for key in names[name]}) for name, record in records.items()}
             verb(**built, **values)
 
     parameters = []
     for parameter in signature(verb).parameters.values():
         if parameter.name not in records:
-            parameters.append(parameter)
+            is_given = parameter.name in takes_given
+            parameters.append(parameter.replace(annotation=Context) if is_given else parameter)
             continue
         record = records[parameter.name]
-        hints = get_type_hints(record, include_extras=True)
+        types = get_type_hints(record, include_extras=True)
         for field in fields(record):
             default = Parameter.empty if field.default is MISSING else field.default
-            annotation = hints[field.name]
+            annotation = types[field.name]
             kind, *details = get_args(annotation) if hasattr(annotation, "__metadata__") else (annotation,)
             # In records that do not know typer, a Flag is in the place of an Option.
             if flag := next((detail for detail in details if isinstance(detail, Flag)), None):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,7 +11,15 @@ from typing import IO, TYPE_CHECKING
 import typer
 
 from penstock.api.train_options import TrainOptions
-from penstock.errors import CaptureError, CheckpointError, FitError, PartitionError, PenstockError, RunError
+from penstock.errors import (
+    CaptureError,
+    CheckpointError,
+    FitError,
+    PartitionError,
+    PenstockError,
+    PenstockWarning,
+    RunError,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,6 +32,7 @@ DOES_NOT_FIT = 4  # no plan fits into the memory
 RUN_FAILED = 5  # the work itself failed
 BAD_CHECKPOINT = 6  # a checkpoint is damaged or belongs to another model
 INTERRUPTED = 130
+_PYTHON_FORMAT = warnings.formatwarning
 _MAX_MESSAGE = 20_000  # of a longer message, such as an error of the user's code, the middle is left out
 
 # Hints are written for Python ("ranks=2"); these arguments have a command-line option, most of the same name.
@@ -128,6 +138,15 @@ def print_rich(console: "Console", renderable: "RenderableType") -> None:
 def print_json(value: object) -> None:
     """Print a value as indented JSON."""
     echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of penstock without the line of code that Python adds, which is never a line of the user's."""
+    if issubclass(category, PenstockWarning):
+        return f"warning: {message}\n"
+    return _PYTHON_FORMAT(message, category, filename, lineno, line)
 
 
 def note(text: str) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
+from penstock.cli.files import check_targets, write
 from penstock.cli.options import AsJson
 from penstock.cli.output import RUN_FAILED, echo, failed, note
 from penstock.cli.train_log import make_directory
@@ -29,11 +30,12 @@ def selftest(
     from penstock.demo.selftest import run_selftest
 
     make_directory(out)
+    files = out / "selftest.json", out / "selftest.md"
+    check_targets(files)
     torch.set_num_threads(1)  # as each of the ranks will have
     result = run_selftest(device, ranks, quick, note)
-    files = out / "selftest.json", out / "selftest.md"
     for path, text in zip(files, (result.to_json(), result.page()), strict=True):
-        path.write_text(text, encoding="utf-8")
+        write(path, text)
     echo(result.to_json() if as_json else result.page())
     note(f"written: {', '.join(map(str, files))}")
     if result.problems:

@@ -36,6 +36,9 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     from penstock.views import Profile as ProfileView
 
     check_targets((out,), source=file)
+    if as_json and (view or out):
+        hint = "--view chrome without --json, which is JSON, or --json alone"
+        raise ViewError("--json prints the record, and must not be given with --view or --out", hint=hint)
     record = read_record(file)
     if view or out:
         _show_view(record, view, out)
@@ -68,10 +71,15 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
 
 def sizes_line(orders: "Schedule | Program") -> str:
     """The kind and the sizes of orders in one line."""
-    return (
-        f"{type(orders).__name__}: {orders.num_ranks} ranks, {orders.num_stages} stages, "
-        f"{orders.num_microbatches} microbatches, {len(orders.table.codes)} actions"
-    )
+    from penstock.ir import counted
+
+    sizes = {
+        "rank": orders.num_ranks,
+        "stage": orders.num_stages,
+        "microbatch": orders.num_microbatches,
+        "action": len(orders.table.codes),
+    }
+    return f"{type(orders).__name__}: {', '.join(counted(count, word) for word, count in sizes.items())}"
 
 
 def _show_view(record: Any, name: str | None, out: Path | None) -> None:
@@ -83,8 +91,11 @@ def _show_view(record: Any, name: str | None, out: Path | None) -> None:
         raise ViewError("--out must be given with --view, the view to write", out=out, hint=hint)
     if name not in VIEWS:
         raise ViewError("unknown view", view=repr(name), hint=hint)
-    has_formats = any(field.name == "format" for field in fields(VIEWS[name]))
-    view = VIEWS[name](**({"format": "png"} if has_formats and out and out.suffix.lower() == ".png" else {}))
+    drawn = [key for key, each in VIEWS.items() if any(field.name == "format" for field in fields(each))]
+    as_png = out is not None and out.suffix.lower() == ".png"
+    if as_png and name not in drawn:
+        raise ViewError("this view cannot be drawn as PNG", view=name, file=out, hint=f"--view {' or '.join(drawn)}")
+    view = VIEWS[name](**({"format": "png"} if as_png else {}))
     subject = _subject(record, view.record)
     if out:
         write(out, view(subject))

@@ -18,7 +18,7 @@ from typer import Option
 
 from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
-from penstock.cli.options import AsJson, Example
+from penstock.cli.options import AsJson, Example, Given
 from penstock.cli.output import echo, note
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
@@ -41,7 +41,7 @@ from penstock.cli.training_job import (
     loss_example,
     run_rank,
 )
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PlanError
 
 if TYPE_CHECKING:
     from penstock.cli.restarts import SavedPlan
@@ -66,6 +66,7 @@ def train(
     example: Example,
     files: Files,
     checkpoints: CheckpointFlags,
+    given: Given,
 ) -> None:
     """Train a model with a plan.
 
@@ -85,6 +86,8 @@ def train(
     job = Job(model, example, flags, options, plan_options, checkpoints, files.out, files.as_json, attempt)
     check_job(job)
     choice = PlanChoice(job, files.plan)
+    if files.plan is not None:
+        choice.check_options(given)
     is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
     if is_torchrun_rank():
         from penstock.launch import exit_with_agent, kill_children_at_exit
@@ -97,15 +100,18 @@ def train(
         run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
     if run is None:
         return
-    is_done = not run.steps
+    is_done, steps = not run.steps, options.steps
+    # Without a step, the run ends where it resumed, at the newest checkpoint.
+    last = checkpoints.newest_step if is_done else run.steps[-1].step + 1
+    is_short = steps is not None and last is not None and last < steps
     if files.out is not None:
         run = with_earlier_steps(run, files.out)
         for first, last in missing_steps(run):
             note(f"steps {first + 1} to {last + 1} are missing in {files.out / RUN}: they could not be written there")
     if not files.as_json:
         if is_done:
-            steps = options.steps
-            reason = f"{counted(steps, 'step')} were asked for, and are done" if steps else "the data has ended"
+            has_all = steps is not None and not is_short
+            reason = f"{counted(steps, 'step')} were asked for, and are done" if has_all else "the data has ended"
             echo(f"nothing left to train: {reason}")
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
@@ -113,6 +119,8 @@ def train(
             taken, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
+    if is_short:
+        note(f"ended after step {last} of {steps}: the data has ended{'' if is_done else ', or a stop was requested'}")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")
@@ -184,6 +192,18 @@ class PlanChoice:
 
     def __init__(self, job: Job, file: Path | None) -> None:
         self._job, self._options, self._file = job, job.plan_options, file
+
+    def check_options(self, given: Given) -> None:
+        """Refuse options of the search for a plan beside --plan, unless they are those of the plan."""
+        own = {"--ranks": self._given.num_ranks, "--microbatches": str(self._given.num_microbatches)}
+        asked = {"--ranks": self._options.ranks, "--microbatches": self._options.microbatches}
+        # Modules can be opened to another depth than that of the plan.
+        typed = [name for name in given.of(PlanFlags) if name not in ("--depth", "--block")]
+        if others := [name for name in typed if name not in own or asked[name] != own[name]]:
+            hint = "leave them out, or penstock plan MODEL with these options for another plan"
+            sizes = {"ranks": self._given.num_ranks, "microbatches": self._given.num_microbatches}
+            problem = "options of the search have no effect on the plan of --plan"
+            raise PlanError(problem, options=", ".join(others), plan=self._file, **sizes, hint=hint)
 
     def first(self) -> "Plan":
         """The plan to begin with."""

@@ -131,6 +131,14 @@ class CheckpointFlags:
             return self.checkpoint
         return None if self.resume in (None, AUTO) else Path(self.resume)
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the checkpoint that a restart would resume from."""
+        from penstock.checkpoint import find_checkpoints, step_of
+
+        source = self.source(attempt=1) if self.checkpoint is not None else None
+        return None if source is None else step_of(find_checkpoints(source)[0])
+
 
 @dataclass(frozen=True)
 class Job:

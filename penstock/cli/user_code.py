@@ -43,6 +43,11 @@ def user_function(target: str, example: str) -> Iterator[UserFunction]:
             hint = f"one of {', '.join(functions)}" if functions else f"def {name}(): ... {example}"
             if close := get_close_matches(name, functions, n=1):
                 hint = f"did you mean {close[0]}?"
+            if function is not None:
+                got = type(function).__name__
+                raise PenstockError(
+                    "not a function", name=repr(name), file=path, got=got, hint=f"def {name}(): {example}"
+                )
             raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)
         yield UserFunction(function, name, path)
     finally:

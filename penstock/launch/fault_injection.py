@@ -91,7 +91,7 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     faults = tuple(map(Fault.parse, texts))
     if faults and os.environ.get(ALLOW_VARIABLE) != "1":
         hint = f"{ALLOW_VARIABLE}=1 in the environment, if that is intended"
-        raise PenstockError("fault injection is not allowed in this environment", got=len(faults), hint=hint)
+        raise PenstockError("fault injection is not allowed in this environment", faults=len(faults), hint=hint)
     return faults
 
 

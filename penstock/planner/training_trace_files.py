@@ -48,15 +48,21 @@ def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Re
         microbatches: microbatches per step, which a log of Megatron does not have
 
     Raises:
-        FormatError: if a file has no passes of a pipeline, or has them in no known form
+        FormatError: if a file has no passes of a pipeline, or has them in no known form, or if `microbatches` is given
+            for a file that has them
     """
     first = files[0]
-    if first.suffix == ".parquet":
+    is_parquet = first.suffix == ".parquet"
+    text = "" if is_parquet else _read(first)
+    is_json = text.lstrip()[:1] in ("{", "[")
+    if microbatches is not None and (is_parquet or is_json):
+        hint = "leave it out; the answer has a row for more microbatches"
+        raise FormatError("the number of microbatches must not be given: the file has it", file=first, hint=hint)
+    if is_parquet:
         return _only(files, read_parquet(first))
-    text = _read(first)
     if not text.strip():
         raise FormatError("the file is empty", file=first)
-    if text.lstrip()[:1] in ("{", "["):
+    if is_json:
         head = text.lstrip()[:200]
         if '"penstock"' in head:
             return _only(files, _of_record(first, from_json(text)))

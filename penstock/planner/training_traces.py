@@ -73,7 +73,7 @@ class RecordedStep:
         for each in self.passes:
             if rank_of.setdefault(each.stage, each.rank) != each.rank:
                 ranks = sorted({rank_of[each.stage], each.rank})
-                hint = "the traces of one replica"
+                hint = "the traces of one replica, or for the trace.json.gz of penstock train the run.json beside it"
                 raise FormatError("the passes of a stage must be on one rank", stage=each.stage, ranks=ranks, hint=hint)
         stages, ranks = range(len(rank_of)), sorted(set(rank_of.values()))
         if set(rank_of) != set(stages):

@@ -36,6 +36,7 @@ class Clock(nn.Module):
         return self.linear(x) * self.calls
 
 def clock(): return Clock(), torch.ones(8, 4)
+three = 3
 """
 FILES = {
     "model.py": MODELS,
@@ -83,6 +84,7 @@ MISTAKES = {
     ),
     "no function": Mistake("plan model.py", 2, "expected FILE.py:FUNCTION", "model.py:FUNCTION"),
     "a function that is misspelled": Mistake("plan model.py:biuld", 2, "no such function", "did you mean build?"),
+    "a number that is no function": Mistake("plan model.py:three", 2, "not a function (name: 'three'", "def three(): "),
     "no model returned": Mistake("plan model.py:number", 2, "(function: number, got: int)", "return model, args"),
     "a function that fails": Mistake("plan model.py:crash", 2, "model.py:9, error: NameError", "['crash']()"),
     "a model without its batch": Mistake("plan model.py:alone", 3, "missing a required argument", "return model, args"),
@@ -136,6 +138,16 @@ MISTAKES = {
     "options for a finished plan": Mistake(
         "explain plan.json --ranks 8", 2, "no effect on a saved plan", "explain without them"
     ),
+    "a default for a finished plan": Mistake("explain plan.json --ranks 4", 2, "(file: plan.json, options: --ranks)"),
+    "seconds for a plan": Mistake(
+        "trace plan.json out.json --forward 2", 2, "the plan has them (file: plan.json, options: --forward)", "plan"
+    ),
+    "other ranks than those of the plan": Mistake(
+        "train model.py:build --data model.py:build --plan plan.json --ranks 4 --memory 1GiB",
+        2,
+        "no effect on the plan of --plan (options: --ranks, --memory, plan: plan.json, ranks: 2, microbatches: 4)",
+        "leave them out",
+    ),
     "a batch without a model": Mistake("check plan.json --batch 4", 2, "need --model", "--model hf:NAME"),
     "parity of a CSV": Mistake(
         "check three.csv --model model.py:build", 2, "--model needs a plan", "--schedule FILE.csv"
@@ -179,6 +191,15 @@ MISTAKES = {
     ),
     "a file with another name": Mistake("show plann.json", 2, "no such file", "did you mean plan.json?"),
     "a directory to show": Mistake("show none", 2, "(file: none, reason: is a directory)", "a file in it"),
+    "a view as JSON": Mistake(
+        "show three.csv --view table --json", 2, "--json prints the record", "--view chrome without --json"
+    ),
+    "a table as a picture": Mistake(
+        "show three.csv --view table --out table.png",
+        2,
+        "cannot be drawn as PNG (view: table, file: table.png)",
+        "--view timeline or memory",
+    ),
     # what is written
     "a missing directory": Mistake("simulate --svg no/a.svg", 2, "does not exist", "mkdir -p no"),
     "a directory in the way": Mistake(

@@ -33,6 +33,14 @@ def test_a_full_disk_ends_with_5_and_one_line(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "no space left on device (file: a.svg)\n"
 
 
+def test_a_warning_has_no_line_of_code() -> None:
+    program = "import warnings; from penstock.errors import PenstockWarning; from penstock.cli import main\n"
+    program += "import typer; typer.echo = lambda *a, **k: warnings.warn('not stored', PenstockWarning)\n"
+    program += "import sys; sys.argv = ['penstock', '--version']; main()"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stderr == "warning: not stored\n"
+
+
 def test_an_interrupt_ends_with_130_and_one_word(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as end, exit_on_error():
         raise KeyboardInterrupt

@@ -46,6 +46,18 @@ def test_a_second_call_resumes_and_a_third_has_nothing_to_do(stopped: ShortTrain
     assert "nothing left" not in second.output
 
 
+def test_data_that_ends_before_the_steps_is_reported(stopped: ShortTraining) -> None:
+    model = (stopped.directory / "model.py").read_text()
+    (stopped.directory / "few.py").write_text(model.replace("while True", "for _ in range(6)"))
+    few = ("--data", "few.py:batches", "--resume", "auto")
+    second = stopped.run((), *few, fresh=False)
+    third = stopped.run((), *few, fresh=False)
+    assert len(second.losses) == 6
+    assert f"ended after step 6 of {STEPS}: the data has ended, or a stop was requested" in second.output
+    assert "nothing left to train: the data has ended" in third.output
+    assert f"ended after step 6 of {STEPS}: the data has ended\n" in third.output
+
+
 def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) -> None:
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
     options_of_plan = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")

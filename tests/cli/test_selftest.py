@@ -76,3 +76,10 @@ def test_a_device_that_is_not_here_is_refused(call, monkeypatch: pytest.MonkeyPa
     result = call("selftest", "--device", "cuda")
     assert result.exit_code == 5
     assert result.stderr.startswith("device must be one of this machine (got: cuda, found: cpu)\ntry: --device cpu")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_the_tests(call, tmp_path: Path) -> None:
+    (tmp_path / "page" / "selftest.md").mkdir(parents=True)
+    result = call("selftest", "--out", "page")
+    assert result.exit_code == 2
+    assert "expected a file, got a directory (file: page/selftest.md)" in result.output

@@ -57,3 +57,18 @@ def test_a_directory_is_refused(tmp_path):
     assert refused.exit_code == 2
     assert "must be a file, got a directory" in refused.output
     assert "run.json" in refused.output
+
+
+def test_microbatches_are_refused_for_a_trace_that_has_them(tmp_path):
+    refused = call(write_trace(tmp_path / "trace.json"), "--microbatches", 64)
+    assert refused.exit_code == 2
+    assert "must not be given: the file has it" in refused.output
+
+
+def test_a_trace_of_predicted_and_measured_steps_is_refused_with_the_file_to_take(tmp_path):
+    file = tmp_path / "trace.json"
+    trace = simulate(lower(build("1f1b", 2, 4)))
+    file.write_text(Chrome()({"predicted": trace, "measured": trace}))
+    refused = call(file)
+    assert refused.exit_code == 2
+    assert "the run.json beside it" in refused.output
