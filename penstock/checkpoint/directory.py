@@ -84,7 +84,8 @@ class CheckpointDir:
                 # of that name, it ended after both.
                 original = path.with_name(_original(path))
                 if original.exists():
-                    _discard(path)
+                    # Even if a process reads it: `publish` needs the name.
+                    _discard(path, even_if_used=True)
                 else:
                     path.rename(original)
             if path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-")):
