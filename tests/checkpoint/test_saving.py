@@ -141,6 +141,12 @@ def test_a_step_is_saved_again_while_an_interrupted_save_left_its_older_checkpoi
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_a_replaced_checkpoint_is_loaded_before_older_ones(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1, 2)
+    (tmp_path / "step-000002").rename(tmp_path / ".replaced-step-000002")
+    assert training.pipe.load(tmp_path).step == 2
+
+
 def test_a_checkpoint_that_a_process_still_writes_is_left_alone(tmp_path: Path) -> None:
     temporary = tmp_path / ".tmp-step-000002-00000000"
     temporary.mkdir()
