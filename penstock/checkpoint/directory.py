@@ -84,7 +84,8 @@ class CheckpointDir:
                 # of that name, it ended after both.
                 original = path.with_name(_original(path))
                 if original.exists():
-                    _discard(path)
+                    # Even if a process reads it: `publish` needs the name.
+                    _discard(path, even_if_used=True)
                 else:
                     path.rename(original)
             if path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-")):
@@ -183,19 +184,26 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
         return [directory]
     for _ in range(_MAX_LISTINGS):
         # A checkpoint that is being replaced has another name for a moment, or for long if its process was killed.
-        replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
+        replaced = [each for each in directory.glob(f"{_REPLACED}step-*") if each.is_dir() and _step(each) is not None]
         found = CheckpointDir(directory).checkpoints
-        if found or replaced:
-            return [*found, *(path for path in replaced if path.with_name(_original(path)) not in found)]
+        found += [each for each in replaced if each.with_name(_original(each)) not in found]
+        if found:
+            return sorted(found, key=lambda each: (_step(each), _original(each)), reverse=True)
         # While the directory was listed, a save may have added a checkpoint and removed the only one that was seen.
-        if not any(path.name.startswith(_STEP_PREFIXES) for path in directory.iterdir()):
+        if not any(each.name.startswith(_STEP_PREFIXES) for each in directory.iterdir()):
             break
         time.sleep(_PAUSE_SECONDS)
     raise unknown_contents(directory)
 
 
-def _original(replaced: Path) -> str:
-    return replaced.name.removeprefix(_REPLACED)
+def _original(path: Path) -> str:
+    """The name that a checkpoint has, or had before it was replaced."""
+    return path.name.removeprefix(_REPLACED)
+
+
+def _step(path: Path) -> int | None:
+    """The step of a checkpoint, replaced or not; None if the name is not that of a checkpoint."""
+    return step_of(path.with_name(_original(path)))
 
 
 def with_checkpoints(path: str | os.PathLike[str], work: Callable[[list[Path]], T]) -> T:

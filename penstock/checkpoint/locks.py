@@ -60,7 +60,7 @@ def lock_shared(path: Path) -> DirectoryLock:
     """Lock a checkpoint, so that it is not removed.
 
     Raises:
-        VanishedError: if the directory does not exist
+        VanishedError: if the directory does not exist, was replaced meanwhile, or stays locked exclusively
     """
     end = time.monotonic() + _WAIT_SECONDS
     try:

@@ -69,7 +69,8 @@ def check_optimizer(optimizer: object, names: Mapping[int, str], remote: Contain
     model has them too, without gradients and state.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CheckpointError("optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__)
+        hint = "torch.optim.AdamW(pipe.parameters())"
+        raise CheckpointError("optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__, hint=hint)
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise CheckpointError(
             "an optimizer with its own state_dict method cannot be saved by parameter name",
@@ -149,7 +150,8 @@ class SavedOptimizer:
         wanted = [names[id(parameter)] for parameter in given if id(parameter) in names]
         if missing := [name for name in wanted if name not in self._states]:
             problem = "the saved optimizer state lacks parameters of this optimizer"
-            raise CheckpointError(problem, missing=shorten(missing))
+            hint = "an optimizer over the parameters that were trained when it was saved, or load without the optimizer"
+            raise CheckpointError(problem, missing=shorten(missing), hint=hint)
         # State under keys other than parameters must be the same on all ranks: it cannot be assigned to a rank of
         # another plan by name.
         if any(others != self._others[0][0] for others, _ in self._others):

@@ -161,6 +161,7 @@ def batches_from(batches: Batches, index: int) -> Iterator[Any]:
     if callable(batches):
         return iter(batches(index))
     iterator = iter(batches)
+    # Advances the iterator by `index` batches, without keeping them.
     next(islice(iterator, index, index), None)
     return iterator
 

@@ -250,20 +250,21 @@ class CheckpointReader:
             raise DamagedError("the state of the optimizer cannot be read", reason=repr(error)) from None
 
     def stems(self, kind: str) -> list[str]:
-        """Names without suffix of the numbered documents of a kind, such as optimizer-000."""
-        numbered = re.compile(rf"({kind}-\d{{3,}})\.json")
-        return [match[1] for name in sorted(self.manifest.files) if (match := numbered.fullmatch(name))]
+        """Names without suffix of the numbered documents of a kind, such as optimizer-000, in the order of numbers."""
+        numbered = re.compile(rf"({kind}-(\d{{3,}}))\.json")
+        matches = filter(None, map(numbered.fullmatch, self.manifest.files))
+        # Not by name: 1000 comes after 999.
+        return [match[1] for match in sorted(matches, key=lambda match: int(match[2]))]
 
     def tensor_finder(self, stem: str) -> FindTensor:
         """A function that reads tensors by name from the tensor file of a document."""
 
         def read_tensor(name: str) -> Tensor:
             file = f"{stem}.safetensors"
+            if file not in self.manifest.files:
+                raise DamagedError("a document refers to tensors that are not in the checkpoint", file=file)
             try:
                 if file not in self._opened:
-                    if file not in self.manifest.files:
-                        problem = "a document refers to tensors that are not in the checkpoint"
-                        raise DamagedError(problem, file=file)
                     handle = safe_open(self.directory / file, framework="pt")
                     self._opened[file] = TensorFile(self._stack.enter_context(handle))
                 tensor = self._opened[file].read(name)

@@ -52,15 +52,18 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike):
-            raise CheckpointError("the checkpoint directory must be a path", got=repr(self.directory))
+            hint = '"checkpoints", or a Path'
+            raise CheckpointError("the checkpoint directory must be a path", got=repr(self.directory), hint=hint)
         object.__setattr__(self, "directory", Path(self.directory))
         for name in ("every", "keep"):
             value = getattr(self, name)
             count = as_int(value)
             if (count is None or count < 1) and not (name == "keep" and value is None):
-                raise CheckpointError(f"{name} must be a positive integer", got=repr(value))
+                hint = "3, or None to keep all" if name == "keep" else "100"
+                raise CheckpointError(f"{name} must be a positive integer", got=repr(value), hint=hint)
         if not isinstance(self.asynchronous, bool):
-            raise CheckpointError("asynchronous must be True or False", got=repr(self.asynchronous))
+            hint = "True, to write in a thread"
+            raise CheckpointError("asynchronous must be True or False", got=repr(self.asynchronous), hint=hint)
 
 
 class Saver:
@@ -89,7 +92,8 @@ class Saver:
         with sync_after(self._sync, request):
             # Not by pathlib, which raises for a directory that may not be searched: creating it gives a better error.
             if os.path.exists(root) and not os.path.isdir(root):
-                raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
+                problem = "the checkpoint directory must be a directory, got a file"
+                raise CheckpointError(problem, path=root, hint=f"its directory: {root.parent}")
             self._part.check_weights()
             if optimizer is not None:
                 check_optimizer(optimizer, parameter_names(self._part), self._part.remote_parameters)

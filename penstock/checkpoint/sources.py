@@ -19,7 +19,8 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_config.json")
 def check_directory(path: object) -> Path:
     """The path of an existing directory; refused otherwise."""
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError("a checkpoint must be given as the path of a directory", got=repr(path))
+        hint = "the directory given to pipe.save"
+        raise CheckpointError("a checkpoint must be given as the path of a directory", got=repr(path), hint=hint)
     directory = Path(path)
     try:
         is_readable = not directory.is_dir() or os.access(directory, os.R_OK | os.X_OK)

@@ -57,7 +57,8 @@ class FileRecord:
 def dtype_and_shape(tensor: Tensor, name: str) -> tuple[str, tuple[int, ...]]:
     """Name of the dtype in the format, and shape; refused if the format does not have the dtype."""
     if tensor.dtype not in _NAMES:
-        raise CheckpointError("safetensors files cannot hold this dtype", name=name, dtype=tensor.dtype)
+        hint = "a buffer of another dtype, or one registered with persistent=False"
+        raise CheckpointError("safetensors files cannot hold this dtype", name=name, dtype=tensor.dtype, hint=hint)
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 

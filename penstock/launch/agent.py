@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import RunError
@@ -47,13 +48,20 @@ def exit_with_agent() -> None:
 def end_process(summary: str) -> None:
     """End this process from any thread with exit code 5, after a line on stderr."""
     # The main thread may hold the lock of stdout in the middle of a print, so flushing gets its own thread.
-    flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flushing = threading.Thread(target=flush_output, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_SECONDS)
     try:
         os.write(2, f"penstock: {summary}\n".encode())
     finally:  # stderr may be a pipe without a reader
         os._exit(EXIT_CODE)
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr as far as they exist: both are None in a process that was started without them."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def _watch(pid: int, ticks: int) -> None:

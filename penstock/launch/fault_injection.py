@@ -3,9 +3,9 @@
 It ships with the package because it is an option of `train`: users test failures on their own machines, where the tests
 are not installed. It does nothing unless the environment allows it.
 
-`kill,rank=1,step=5,action=17` kills rank 1 at the 17th status entry of step 5; `kill,rank=0,save=3` at the third file
-that it opens, renames or removes for a checkpoint; `raise,rank=2,after=1.5` raises in the first action that begins 1.5
-seconds after training began.
+`kill,rank=1,step=5,action=17` kills rank 1 at status entry 17 of step 5, both counted from 0; `kill,rank=0,save=3` at
+the third file that it opens, renames or removes for a checkpoint; `raise,rank=2,after=1.5` raises in the first action
+that begins 1.5 seconds after training began.
 """
 
 import errno
@@ -44,9 +44,9 @@ class Fault:
     step: int | None = None
     """the step, counted from 0; for `full-disk` the step of the checkpoint"""
     action: int = 0
-    """which status entry of that step"""
+    """which status entry of that step, counted from 0"""
     save: int | None = None
-    """which file operation, counted over all checkpoints"""
+    """which file operation, counted from 1 over all checkpoints"""
     after: float | None = None
     """seconds after the rank began to train"""
     seconds: float = 0.0
@@ -76,7 +76,7 @@ class Fault:
         values = dict(pair.partition("=")[::2] for pair in pairs)
         known = {field.name for field in fields(cls)} - {"kind"}
         if len(values) < len(pairs):
-            raise PenstockError("a fault has the same key twice", got=text, hint=_EXAMPLE)
+            raise PenstockError("a fault must not have the same key twice", got=text, hint=_EXAMPLE)
         if unknown := values.keys() - known:
             raise PenstockError("unknown keys in a fault", got=text, keys=", ".join(sorted(unknown)), hint=_EXAMPLE)
         return cls(kind, **{name: _number(text, name, value) for name, value in values.items()})

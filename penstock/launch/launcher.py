@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.ir import is_finite
+from penstock.ir import choices_text, is_finite
 from penstock.launch import serialization
 from penstock.launch.reports import ErrorReport, exit_report, launch_error, one_line, timeout_error
 from penstock.launch.scratch import scratch_directory
@@ -310,13 +310,13 @@ def _check_arguments(fn: object, ranks: object, start: object, threads: object, 
         raise RunError("fn must be a function", got=type(fn).__name__, hint="launch(train, 4, model, data)")
     for name, number in (("ranks", ranks), ("threads", threads)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise RunError(f"{name} must be a positive integer", got=repr(number))
+            raise RunError(f"{name} must be a positive integer", got=repr(number), hint="launch(train, 4, threads=1)")
     if not isinstance(start, str) or start not in START_METHODS:
-        raise RunError("unknown start method", start=repr(start), known=", ".join(START_METHODS))
+        raise RunError("start must be the name of a start method", got=repr(start), hint=choices_text(START_METHODS))
     if timeout is not None and not (is_finite(timeout) and timeout > 0):
         raise RunError("timeout must be a positive number of seconds", got=repr(timeout), hint="60.0, or None")
     if path is not None and not isinstance(path, str | Path):
-        raise RunError("status_dir must be a path", got=repr(path))
+        raise RunError("status_dir must be a path", got=repr(path), hint='"status", or None')
     # The ranks would inherit the process group and could not join another one.
     if dist.is_available() and dist.is_initialized():
         raise RunError(

@@ -78,8 +78,10 @@ class PeerWatcher:
         nothing since they were last checked.
         """
         if len(self._readers) < len(self._peers):
-            found = {rank: StatusReader.of(self._status.directory, rank) for rank in self._peers}
-            self._readers = {rank: reader for rank, reader in found.items() if reader is not None}
+            # Only those not open yet: ranks of other hosts never have a file here.
+            missing = (rank for rank in self._peers if rank not in self._readers)
+            found = {rank: StatusReader.of(self._status.directory, rank) for rank in missing}
+            self._readers |= {rank: reader for rank, reader in found.items() if reader is not None}
         for rank, reader in self._readers.items():
             if reader.failure:
                 return f"rank {rank} failed: {summary_of(reader.failure)}"

@@ -4,6 +4,7 @@ The launcher forwards a request as a file beside the status files, because it us
 """
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +35,16 @@ _ACTIVE: list[StopRequest] = []
 def catch_stop_signals() -> Iterator[StopRequest]:
     """On a rank: the first signal becomes a stop request, a second one ends the process at once.
 
-    A nested use yields the request of the outer one.
+    A nested use yields the request of the outer one. In any other thread than the main one, where Python allows no
+    signal handlers, signals act as usual, and only the launcher can request a stop.
     """
     if _ACTIVE:
         yield _ACTIVE[-1]
         return
     request = StopRequest(status_directory())
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     _ACTIVE.append(request)
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.launch import serialization
+from penstock.launch.agent import flush_output
 from penstock.launch.process_state import die_with_parent, kill_children_at_exit
 from penstock.launch.reports import ErrorReport, one_line
 from penstock.launch.scratch import GROUP_PREFIX
@@ -82,10 +83,10 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
         report = ErrorReport.of(error, config.rank, skip=2)
         if status is not None:
             status.failed(report.to_json(MAX_FAILURE_BYTES))
-        _flush_output()
+        flush_output()
         _send(connection, FAILURE, report.to_json(_MAX_REPORT_BYTES).encode())
     else:
-        _flush_output()
+        flush_output()
         _send(connection, RESULT, packed)
     # A rank that left now would close connections that other ranks may still use.
     with contextlib.suppress(EOFError, OSError):
@@ -151,7 +152,7 @@ def _end_child(error: BaseException | None = None) -> NoReturn:
     """End a process that user code forked, and that returned from the function of its rank or raised in it."""
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
-    _flush_output()
+    flush_output()
     code = getattr(error, "code", 1) if error is not None else 0
     os._exit(code if isinstance(code, int) else int(code is not None))
 
@@ -160,9 +161,3 @@ def _send(connection: Connection, kind: bytes, content: bytes) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone, and kills this process with it
         connection.send_bytes(kind)
         connection.send_bytes(content)
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()

@@ -23,8 +23,9 @@ class AddedLosses:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._kinds: LruCache[tuple[int, Recording], list[str]] = LruCache()
-        """the kind of every loss that a stage adds, by stage and recording"""
+        self._kinds: LruCache[tuple[int, Recording, int], list[str]] = LruCache()
+        """the kind of every loss that a stage adds, by stage, recording and number of losses: a block may add one for
+        some microbatches only"""
         self.warnings: tuple[str, ...] = ()
         """about added losses whose weights may not be those of one process"""
 
@@ -45,7 +46,7 @@ class AddedLosses:
         if size != num_samples and None in kinds:
             recording = step.recordings[microbatch]
             detected_kinds = self._kinds.get_or_make(
-                (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
+                (stage, recording, len(added)), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
             )
             kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
         # Without a kind the microbatch is the batch: a mean and a sum have the same weight.

@@ -19,8 +19,8 @@ Spec = tuple[tuple[int, ...], bool]
 def losses_of(output: Any) -> dict[str, Tensor]:
     """The losses among the outputs of a model by name; raises a NoLossError if no output is a loss.
 
-    A single loss is the scalar itself, the item named `loss`, the first item of a tuple or its only floating-point
-    scalar. In each place there may also be a dict of floating-point scalars: the losses by name.
+    A single loss is the scalar itself, the item named `loss`, the only floating-point scalar of a tuple or its first
+    item. In each place there may also be a dict of floating-point scalars: the losses by name.
     """
 
     def spec_of(value: object) -> Spec | None:
@@ -78,7 +78,7 @@ def _find_losses(
             # In a tuple the loss has no name. Items of a dict have one: a scalar among other items may be a part of the
             # loss, such as the router loss of a model that was given no labels.
             others = [item for item in parts.items if is_number(item) or (parts_of(item) and losses_in(item))]
-            possible = [*parts.items[:1], *(others if len(others) == 1 else ())]
+            possible = [*(others if len(others) == 1 else ()), *parts.items[:1]]
     for value in possible:
         if losses := losses_in(value):
             return losses

@@ -13,7 +13,7 @@ from penstock.ir import Graph, Ref, Tree, listed
 def interaction_warnings(model: nn.Module, recording: Recording, mixed_inputs: Sequence[str]) -> tuple[str, ...]:
     """Warnings about samples that interact: inside blocks, and before the blocks that `mixed_inputs` names.
 
-    The former are found by the types of modules, because probes do not run blocks.
+    Those inside blocks are found by the types of modules, because probes do not run blocks.
     """
     blocks = tuple(f"{node.module}." for node in recording.graph.nodes if node.is_block)
 

@@ -128,8 +128,7 @@ class LossFunction:
             output = join([outputs[dtype][number] for number in chosen], dims)
             target = Microbatch.join([taken[number] for number in chosen]).target
             target = map_leaves(target, lambda leaf: in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf)
-            # A copy: the function may write into it.
-            result = self._call(output, map_leaves(target, _clone), inputs)
+            result = self._call(output, target, inputs)
             if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
@@ -175,12 +174,12 @@ class LossFunction:
         tracker = FunctionTracker(self._remote)
         tensors = [*self._state.buffers(), *self._state.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        # A copy: the function may write into it.
-        copy = map_leaves(output, _clone)
+        # Copies: the function may write into them, and is called again below if it draws random numbers.
+        arguments = map_leaves((output, target), _clone)
         with tracker, ConstantRandomness() if self._is_random else nullcontext():
-            loss = losses_of_function(self._loss_fn(copy, target))[self._name]
+            loss = losses_of_function(self._loss_fn(*arguments))[self._name]
         self.dtype = tracker.dtype
-        self.is_plain &= not any(isinstance(leaf, Tensor) and leaf._version for leaf in leaves((copy, target)))
+        self.is_plain &= not any(isinstance(leaf, Tensor) and leaf._version for leaf in leaves(arguments))
         # Losses that keep state, or draw one random number for all samples, must start every call from the same state.
         for tensor, content in before:
             if not torch.equal(tensor.detach(), content):

@@ -1,6 +1,6 @@
 """Weights among the microbatches of all replicas, of which each has only its own batch.
 
-ReplicaGroup can only sum numbers. They compare a number by its sum and the sum of its squares, see `_are_equal`.
+A ReplicaGroup can only sum numbers. Replicas compare a number by its sum and the sum of its squares, see `_are_equal`.
 """
 
 import zlib
@@ -48,7 +48,8 @@ def reference_sample(microbatch: Microbatch) -> Microbatch:
 
 def agree_on_names(replicas: ReplicaGroup, names: Iterable[str]) -> None:
     """Raise a RunError, on every replica, if the replicas have losses of different names."""
-    code = _hash(sorted(names))
+    names = sorted(names)
+    code = _hash(names)
     total, squares = replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
     if not _are_equal(replicas, total, squares):
         hint = "the same dict of losses on every replica"
@@ -75,10 +76,10 @@ def weights_among_replicas(
         # The reference is the same on all replicas, so that shares relative to it can be added up.
         shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
     totals = [] if count is None else count.totals(pieces)
-    # A hash of the count, and the number of entries per sample: both are compared between the replicas.
+    # Hashes of the count, and of the number of entries per sample: both are compared between the replicas.
     code = _hash(count)
-    entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
-    values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
+    length = _hash(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
+    values = [code, code**2, length, length**2, float(bool(shares)), sum(shares), sum(totals)]
     sums = replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
     codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
     if count is not None and _are_equal(replicas, codes, square_codes):

@@ -206,7 +206,8 @@ class DeferredAccumulator:
         return DeferredAccumulator, ()
 
     def note_share(self, parameters: Callable[[], Iterable[Tensor]], queue: list[Deferred]) -> None:
-        """Set `note` by the share of trained weights in the queue, if the length of the queue has changed."""
+        """Set `note` by the share of trained weights in the queue."""
+        # Counted only when the length of the queue has changed: it is usually the same in every step.
         if len(queue) == self._last_length:
             return
         self._last_length, self.note = len(queue), ""

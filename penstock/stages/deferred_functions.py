@@ -30,7 +30,7 @@ def _can_defer(x: Tensor, weight: Tensor) -> bool:
 
 
 def _can_defer_bias(bias: Tensor | None) -> bool:
-    """Whether the gradient of a bias with one element per column can be deferred with that of its weight."""
+    """Whether the gradient of a bias, a vector, can be deferred with that of its weight."""
     return bias is not None and bias.requires_grad and bias.dim() == 1 and _is_parameter(bias)
 
 
@@ -85,7 +85,9 @@ def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> 
 
 
 def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    is_linear, is_contiguous, has_bias = call is functional.linear, weight.is_contiguous(), _can_defer_bias(bias)
+    is_linear, is_contiguous = call is functional.linear, weight.is_contiguous()
+    # A bias of one element is broadcast to all columns, and its gradient is not the sum of each column.
+    has_bias = _can_defer_bias(bias) and len(bias) == weight.shape[0 if is_linear else 1]
 
     def gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
         if is_linear:

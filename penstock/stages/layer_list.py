@@ -31,7 +31,7 @@ class LayerList(nn.Module):
             for each in layer if isinstance(layer, _LISTS) else (layer,):
                 self._add(model, each, names)
         if not self.layer_functions:
-            raise PartitionError("entries must not be empty")
+            raise PartitionError("entries must not be empty", hint="the names of modules, in the order of their calls")
 
     def _add(self, model: nn.Module, layer: Callable[..., Any], names: dict[int, str]) -> None:
         if not isinstance(layer, nn.Module):
@@ -59,7 +59,8 @@ class LayerList(nn.Module):
 def _resolve_entry(model: nn.Module, entry: Entry) -> Callable[..., Any]:
     if not isinstance(entry, str):
         if not callable(entry):
-            raise PartitionError("an entry must be a name, a module or a function", entry=repr(entry))
+            hint = "the name of a module, the module itself, or a function of one value"
+            raise PartitionError("an entry must be a name, a module or a function", got=repr(entry), hint=hint)
         return entry
     known = dict(model.named_modules())
     if entry not in known:

@@ -15,11 +15,12 @@ class FittedPartition(Partition):
 
 
 class Ownership:
-    """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name.
+    """The stage of every module, parameter and buffer, by name.
 
-    Of names in the same module that are equally similar, that is the next one in the order of the model, or the last
-    one: a block that layer drop left out of the example is then in the stage of the next block, or in that of the last.
-    A name that is similar to none belongs to the first stage.
+    A name that no node of the example uses belongs to the stage of the most similar name, which shares the most leading
+    words with it. Among equally similar names the next one in the order of the model is taken, or the last one if none
+    follows: a block that layer drop left out of the example is then in the stage of the next block, or of the last. A
+    name that shares no word with another belongs to the first stage.
     """
 
     def __init__(self, graph: Graph, partition: Partition) -> None:
@@ -27,7 +28,7 @@ class Ownership:
         self._nodes = _node_keys(graph)
         self._positions = {value.name: at for at, value in enumerate((*graph.parameters, *graph.buffers))}
         self._stages: dict[str, int] = {}
-        # All stages that have a parameter or buffer: a module may be called in several.
+        # All stages that use a parameter or buffer: a module may be called in several.
         self._holders: dict[str, set[int]] = {}
         for node in graph.nodes:
             for name in (node.module, *node.parameters, *node.buffers):

@@ -69,7 +69,10 @@ class StageSequence:
         names = self._captured.output_names(self._recording)
         if unknown := [position for position in gradients if not 0 <= position < len(self._outputs)]:
             raise PartitionError(
-                "gradients must belong to outputs of the model", position=unknown[0], outputs=len(names)
+                "gradients must belong to outputs of the model",
+                position=unknown[0],
+                outputs=len(names),
+                hint="the positions of tensors in the output, counted from 0",
             )
         pending: dict[str, Tensor] = {}
         for position, output_gradient in gradients.items():

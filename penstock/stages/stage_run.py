@@ -57,7 +57,7 @@ class ForwardRun:
 
         `written`: incoming values that it writes in place. `received`: those that came in messages.
         `splits_backward`: backward will be run as `input_grad` and `weight_grad`; weight gradients are then passed to
-        `accumulate_deferred`, unless they cannot be deferred.
+        `accumulate_deferred`. If not `can_defer`, `input_grad` computes the weight gradients too.
         """
         self._accumulate = accumulate_deferred
         self._returned: dict[str, Tensor | None] = {}

@@ -1,5 +1,6 @@
 """Tensors are read only if all of them have the shape and dtype of the model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.capture import RowSlice
-from penstock.checkpoint import TensorReader
+from penstock.checkpoint import CheckpointReader, TensorReader
 from penstock.checkpoint.tensor_file import write_tensors
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, DamagedError
+from tests.checkpoint.trainings import saved
 
 PLACES = {"a": ("a",), "b": ("b", "c")}
 
@@ -64,3 +66,18 @@ def test_complex128_tensors_are_stored_as_pairs_and_read_as_they_were(tmp_path: 
         made.read(places, {"matrix": torch.empty(5, 3, dtype=torch.float64)})
     with pytest.raises(CheckpointError, match=r"real \[3, 2\], the model \[3\]"):
         made.read(places, {"real": torch.empty(3, dtype=torch.complex128)})
+
+
+def test_documents_of_ranks_are_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with CheckpointReader(tmp_path / "step-000001") as found:
+        record = found.manifest.files["random-000.json"]
+        files = dict.fromkeys((f"scheduler-{rank:03d}.json" for rank in range(1001)), record)
+        found.manifest = replace(found.manifest, files={**found.manifest.files, **dict(sorted(files.items()))})
+        assert found.stems("scheduler") == [f"scheduler-{rank:03d}" for rank in range(1001)]
+
+
+def test_a_document_whose_tensors_are_in_no_file_is_damaged(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with CheckpointReader(tmp_path / "step-000001") as found, pytest.raises(DamagedError, match=r"^a document refers"):
+        found.tensor_finder("missing")("a")

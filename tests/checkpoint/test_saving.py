@@ -1,6 +1,7 @@
 """The files of a directory after a save."""
 
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 import penstock
-from penstock.checkpoint import CheckpointDir, CheckpointWriter, writer
+from penstock.checkpoint import CheckpointDir, CheckpointReader, CheckpointWriter, writer
 from penstock.checkpoint.locks import lock_exclusively
 from penstock.errors import CheckpointError
 from penstock.ir import Plan
@@ -127,6 +128,23 @@ def test_remains_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     training.losses(1)
     training.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-mine", "step-000001", "step-000002"]
+
+
+def test_a_step_is_saved_again_while_an_interrupted_save_left_its_older_checkpoint_to_a_reader(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    older = tmp_path / ".replaced-step-000001"
+    shutil.copytree(tmp_path / "step-000001", older)
+    with CheckpointReader(older):
+        training.save(tmp_path, extra="again")
+        assert training.pipe.load(tmp_path).extra == "again"
+    training.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_replaced_checkpoint_is_loaded_before_older_ones(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1, 2)
+    (tmp_path / "step-000002").rename(tmp_path / ".replaced-step-000002")
+    assert training.pipe.load(tmp_path).step == 2
 
 
 def test_a_checkpoint_that_a_process_still_writes_is_left_alone(tmp_path: Path) -> None:

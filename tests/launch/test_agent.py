@@ -1,6 +1,7 @@
 """Ranks of torchrun end with its agent; processes that nobody supervises outlive their parent."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_a_process_ends_with_its_parent_only_if_that_supervises_it(
         time.sleep(3 * agent._POLL_SECONDS)
         assert process_state(pid) != GONE
         os.kill(pid, 9)
+
+
+def test_a_process_without_stdout_is_ended_too() -> None:
+    program = "import os, sys; sys.stdout = None; from penstock.launch.agent import end_process; end_process('over')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (agent.EXIT_CODE, "penstock: over\n")
 
 
 def test_a_rank_whose_agent_is_gone_before_it_looks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

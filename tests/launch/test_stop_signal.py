@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_a_second_signal_interrupts_as_usual() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_training_in_another_thread_leaves_the_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def enter() -> bool:
+        with catch_stop_signals() as request:
+            return bool(request) or signal.getsignal(signal.SIGTERM) is not before
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() is False
+    with catch_stop_signals() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request
 
 
 def test_the_launcher_forwards_a_signal_to_its_ranks(tmp_path: Path) -> None:

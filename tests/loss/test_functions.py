@@ -208,6 +208,16 @@ def test_the_weights_of_a_random_loss_are_found(loss_fn: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_random_loss_may_write_into_its_target() -> None:
+    def written(y: Tensor, t: Tensor) -> Tensor:
+        return (y - t.add_(1.0)).square().mean() * (1 + torch.rand((), dtype=y.dtype))
+
+    _, pipe = pipeline(written)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pipe.step(X, target=VALUES.clone()).weights == pytest.approx([3 / 7, 2 / 7, 2 / 7])
+
+
 class Moving(nn.Module):
     """A loss with a centre that follows the outputs, and a count of its calls."""
 

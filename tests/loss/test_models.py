@@ -327,7 +327,8 @@ def test_a_model_without_a_loss_is_refused_with_a_hint() -> None:
 
 def test_the_loss_is_found_by_its_name_or_as_the_only_scalar_of_a_tuple() -> None:
     one = torch.ones(())
-    for output in (one, {"logits": X, "loss": one}, (one, X), (X, one), (X, None, one, torch.tensor(1))):
+    count = torch.tensor(2)
+    for output in (one, {"logits": X, "loss": one}, (one, X), (X, one), (X, None, one, count), (count, one)):
         assert losses_of(output) == {"": one}
     for output in ({"a": one, "b": one}, {"logits": X, "loss": {"a": one, "b": one}}, (X, {"a": one, "b": one})):
         assert losses_of(output) == {"a": one, "b": one}

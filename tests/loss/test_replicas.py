@@ -14,6 +14,8 @@ from penstock.batches import Microbatch, SampleAxis
 from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights
+from penstock.loss.find_weights import Decision
+from penstock.loss.replicas import weights_among_replicas
 
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0], dtype=torch.float64)
 LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [4, 4, -100], [1, 0, 2], [2, 3, 1]])
@@ -108,6 +110,22 @@ def test_a_reduction_that_is_given_counts_in_all_replicas() -> None:
     assert found == [pytest.approx((2 / 3, 2 / 3)), pytest.approx((2 / 3,))]
     found = weights([entropy] * 2, LABELS, batches, reduction="tokens")
     assert found == [pytest.approx((2 * 3 / 6, 2 * 1 / 6)), pytest.approx((2 * 2 / 6,))]
+
+
+class Alike:
+    """Five replicas that all give the same numbers."""
+
+    count = 5
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values of all replicas."""
+        return torch.stack([values] * self.count).sum(0)
+
+
+@pytest.mark.parametrize("length", [7, 25_165_825, 50_000_001, 99_532_800])
+def test_replicas_agree_on_the_weights_of_samples_of_any_size(length: int) -> None:
+    piece = {"target": torch.zeros(1).expand(1, length)}, 1
+    assert weights_among_replicas(Alike(), Decision(None), (0.5, 0.5), [piece], "") == ((1.0,), "")
 
 
 def test_replicas_whose_losses_are_averaged_in_different_ways_are_refused() -> None:

@@ -223,3 +223,32 @@ def test_a_sum_over_samples_and_a_sum_over_a_constant_differ_for_equal_microbatc
 def test_an_added_loss_must_be_a_scalar_float_tensor_with_a_known_reduction(given: tuple[Any, ...], words: str) -> None:
     with pytest.raises(penstock.RunError, match=words):
         penstock.add_loss(*given)
+
+
+class Sometimes(Block):
+    """A block that adds a second loss for some samples only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer, a penalty, and another one if the first entry is above 0."""
+        is_positive = float(x[0, 0]) > 0
+        x = super().forward(x)
+        penstock.add_loss(x.square().mean())
+        if is_positive:
+            penstock.add_loss(x.abs().mean(), reduction="mean")
+        return x
+
+
+def test_a_block_may_add_another_number_of_losses_for_every_microbatch() -> None:
+    x = X[:6].clone()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
+    model = seeded(nn.Sequential(Sometimes(), Block()))
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="gpipe")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with warnings.catch_warnings(record=True):
+        found = pipe.step(x, target=TARGET[:6]).loss
+    expected = torch.zeros(())
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        with penstock.added_losses() as added, torch.no_grad():
+            loss = mse_loss(model(x[rows]), TARGET[:6][rows])
+        expected = expected + (loss + sum(added)) / 3
+    torch.testing.assert_close(found, expected.to(found))

@@ -90,6 +90,10 @@ def _without_gradients(x: Tensor, one: nn.Module, two: nn.Module) -> Tensor:
 WAITING: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "linear": (lambda: nn.Linear(8, 6), rows(4, 8)),
     "linear without a bias": (lambda: nn.Linear(8, 6, bias=False), rows(4, 8)),
+    "linear with a bias of one element": (
+        lambda: Does(lambda x, a, b: functional.linear(x, a.weight, b.weight), Holds(6, 8), Holds(1)),
+        rows(4, 8),
+    ),
     "linear with a frozen bias": (lambda: frozen(nn.Linear(8, 6), "bias"), rows(4, 8)),
     "linear of one row": (lambda: nn.Linear(8, 6), rows(8)),
     "linear of three dimensions": (lambda: nn.Linear(8, 6), rows(2, 4, 8)),
