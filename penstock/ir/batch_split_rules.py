@@ -62,4 +62,6 @@ SPLIT_HINT = (
 
 def is_split_rule(value: object) -> bool:
     """Whether a value can be one of `split`."""
-    return value is None or type(value) is int or value in ("samples", "items") or isinstance(value, Rows | Ragged)
+    if isinstance(value, str):  # others, such as arrays, may not compare with a str
+        return value in ("samples", "items")
+    return value is None or type(value) is int or isinstance(value, Rows | Ragged)

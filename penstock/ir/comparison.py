@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.ir.dtypes import TOLERANCES
-from penstock.ir.units import printable
+from penstock.ir.units import listed, printable
 
 GRADIENT = "gradient of "
 """prefix of the names of gradients"""
@@ -88,7 +88,7 @@ class Comparison:
         if self.first_wrong is not None:
             lines.append(f"  first difference: {self.first_wrong}")
         if lost := [printable(one.name) for one in self.differences if one.tolerance > _NOISE_LIMIT]:
-            lines.append(f"  not comparable, as rounding errors are about as large: {lost[0]} and {len(lost) - 1} more")
+            lines.append(f"  not comparable, as rounding errors are about as large: {listed(lost, 1)}")
         return "\n".join(lines)
 
 

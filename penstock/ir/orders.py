@@ -137,6 +137,7 @@ def number_microbatches(codes: Codes) -> Codes:
     is_backward = is_pair | (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD)
     back_stage = np.where(is_pair, peer_of(codes), stage)
     forward, backward = np.zeros((2, len(codes)), dtype=np.int64)
+    # The forward half of a pair is on `stage`, its backward half on `back_stage`.
     for one in np.unique((stage, back_stage)):
         is_own = stage == one
         chosen = is_forward & is_own
@@ -251,7 +252,7 @@ class Orders:
         passes = Passes(*(column[keep] for column in self.passes))
         # The sort is stable and `passes` lists the forward half of a pair first, so it stays first.
         sequence = np.argsort(passes.index, kind="stable")
-        codes = pack(passes.kind, passes.stage, passes.microbatch)[sequence] if len(sequence) else passes.kind
+        codes = pack(passes.kind, passes.stage, passes.microbatch)[sequence]
         ranks = self.rank_of[passes.index[sequence]]
         return Orders([codes[ranks == rank] for rank in range(len(self))])
 

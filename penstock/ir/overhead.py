@@ -50,6 +50,9 @@ class Overhead:
         for name in ("pass_seconds", "message_seconds", "step_seconds"):
             _check_seconds(name, getattr(self, name))
         object.__setattr__(self, "messages", tuple(self.messages))
+        for each in self.messages:
+            if not isinstance(each, MessageCpu):
+                raise CostError("messages must be MessageCpu records", got=repr(each))
         sizes = [each.bytes for each in self.messages]
         if sizes != sorted(set(sizes)):
             raise CostError("messages must have ascending sizes", got=sizes)

@@ -136,7 +136,7 @@ class Partition:
     def cuts(self, graph: Graph) -> Cuts:
         """The edges between stages; an edge of which no value needs a gradient is one without gradient."""
         crossings = self.crossings(graph)
-        silent = [c for c in crossings if not any(value.spec.requires_grad for value in c.values)]
+        silent = [crossing for crossing in crossings if not crossing.gradients]
         return Cuts.of(self.num_stages, _edges(crossings), _edges(silent))
 
     def _read_values(self, graph: Graph) -> Iterator[tuple[str, int]]:

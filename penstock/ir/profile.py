@@ -224,6 +224,7 @@ class Profile:
                 peak=max(cost.memory.peak for cost in (total, *of_loss)),
             ),
             saved=replace(total.saved, own=own, values=tuple(dict.fromkeys(name for name in saved if name in values))),
+            flops=math.fsum(cost.flops for cost in (total, *of_loss)),
         )
         return replace(
             self,

@@ -153,7 +153,10 @@ class Schedule(_Ordered):
         return find_dependencies(self.table.passes, self.makers, Cuts.chain(self.num_stages))
 
     def first(self, num_microbatches: int) -> "Schedule":
-        """The same order for the first `num_microbatches` only; overlapped pairs become single passes."""
+        """The same order for the first `num_microbatches` only: itself if it has no more.
+
+        Overlapped pairs of a longer order become single passes.
+        """
         if num_microbatches >= self.num_microbatches:
             return self
         kept = self.table.passes.microbatch < num_microbatches
@@ -162,10 +165,11 @@ class Schedule(_Ordered):
     def repeated(self, num_microbatches: int) -> "Schedule":
         """The same order for any number of microbatches: its beginning, or itself over and over.
 
-        A rank starts a repetition when it has finished the one before. Overlapped pairs become single passes.
+        A rank starts a repetition when it has finished the one before. Overlapped pairs become single passes, unless
+        the order stays as it is.
         """
         rounds, rest = divmod(num_microbatches, self.num_microbatches)
-        parts = [self.first(self.num_microbatches)] * rounds + ([self.first(rest)] if rest else [])
+        parts = [self] * rounds + ([self.first(rest)] if rest else [])
         if len(parts) == 1:
             return parts[0]
         tables = [part.table.select_passes(np.ones(len(part.table.passes.index), dtype=bool)) for part in parts]
@@ -253,7 +257,7 @@ class Program(_Ordered):
         sends = kinds == Kind.SEND
         source, target = np.where(sends, *ends), np.where(sends, *ends[::-1])
         pairs = [*cuts.edges, *(edge[::-1] for edge in cuts.gradient_edges)]
-        needed = [source * self.num_stages + target for source, target in pairs]
+        needed = [start * self.num_stages + end for start, end in pairs]
         is_message = sends | (kinds == Kind.RECV)
         keep = ~is_message | np.isin(source * self.num_stages + target, needed)
         return Program(self.placement, self.num_microbatches, cuts, self.table.select(keep))

@@ -169,9 +169,9 @@ class Trace:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every message with its times."""
-        sends = ((span.rank, span.action) for span in self.spans if span.action.kind is Kind.SEND)
+        sends = ((span.rank, span.action) for span in self.spans if isinstance(span.action, Send))
         return tuple(
-            Transfer(rank, self.program.placement[getattr(action, "peer")], action, start, end)  # noqa: B009
+            Transfer(rank, self.program.placement[action.peer], action, start, end)
             for (rank, action), start, end in zip(sends, self.sent, self.arrived, strict=True)
         )
 

@@ -88,7 +88,7 @@ def mixed(member: Partitioner, problem: Problem) -> Division:
         if best.bottleneck_seconds <= lower_bound(problem) * (1 + options.worth):
             break
     if best is None:
-        # Without a placement there are fewer places to cut than ranks, which the partitioner itself reports.
+        # Without refusals no placement was tried, as there are fewer atoms than ranks.
         raise refusals[0] if refusals else too_few_places(len(problem.atoms) - 1, problem.num_stages, problem.graph)
     count = best.placement.num_stages / best.placement.num_ranks
     return best if count == 1 else replace(best, why=f"{best.why}; mixed pipe, {count:g} stages per rank")

@@ -52,7 +52,8 @@ def _spread(counted: Sequence[int], allowed: Sequence[int], num_stages: int) -> 
     """Cuts with about equally many of the counted nodes between them; there are at least as many places as cuts."""
     cuts: list[int] = []
     for number in range(1, num_stages):
-        wanted = counted[round(number * len(counted) / num_stages)]
+        # There may be fewer counted nodes than stages, as input-only nodes are not counted but may be cut apart.
+        wanted = counted[min(round(number * len(counted) / num_stages), len(counted) - 1)]
         free = [place for place in allowed if not cuts or place > cuts[-1]]
         # Leave room for the remaining cuts.
         free = free[: len(free) - (num_stages - 1 - number)]

@@ -66,8 +66,9 @@ def lower(
     names = list(PASSES)
     steps: list[Pass] = []
     for entry in passes:
-        if not isinstance(entry, Pass) and entry not in PASSES:
-            raise ScheduleError("unknown pass", name=repr(entry), hint=f"one of {', '.join(PASSES)}")
+        name = entry.name if isinstance(entry, Pass) else entry
+        if name not in names:
+            raise ScheduleError("unknown pass", name=repr(name), hint=f"one of {', '.join(PASSES)}")
         steps.append(entry if isinstance(entry, Pass) else PASSES[entry]())
     steps.sort(key=lambda step: names.index(step.name))
     if not steps or not isinstance(steps[0], AddTransfers):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, pack
+from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, as_int, pack
 from penstock.passes.base import Pass
 
 
@@ -21,8 +21,9 @@ class AddShardMoves(Pass):
     name = "add_shard_moves"
 
     def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise ScheduleError("ahead must be 1 or more", ahead=self.ahead)
+        ahead = as_int(self.ahead)
+        if ahead is None or ahead < 1:
+            raise ScheduleError("ahead must be a whole number, 1 or more", ahead=repr(self.ahead))
 
     def __call__(self, program: Program) -> Program:
         uses = _find_uses(program)

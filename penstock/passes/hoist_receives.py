@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, peer_of
+from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, as_int, peer_of
 from penstock.passes.base import Pass
 
 
@@ -24,8 +24,9 @@ class HoistReceives(Pass):
     name = "hoist_receives"
 
     def __post_init__(self) -> None:
-        if self.ahead < 0:
-            raise ScheduleError("ahead must be 0 or more", ahead=self.ahead)
+        ahead = as_int(self.ahead)
+        if ahead is None or ahead < 0:
+            raise ScheduleError("ahead must be a whole number, 0 or more", ahead=repr(self.ahead))
 
     def __call__(self, program: Program) -> Program:
         table = program.table

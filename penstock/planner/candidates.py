@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.errors import PartitionError, PlanError, ScheduleError
+from penstock.errors import PartitionError, PlanError
 from penstock.ir import (
     Choices,
     Cluster,
@@ -99,8 +99,9 @@ class StageLayout:
         """Seconds that no order can undercut; 0 if it is not certified."""
         return lower_bound(self.problem).seconds if self.is_certified else 0.0
 
-    def recomputing(self, flags: tuple[bool, ...]) -> "StageLayout":
-        """Returns the same with these stages recomputed."""
+    def recomputing(self, flags: tuple[bool, ...] | None = None) -> "StageLayout":
+        """Returns the same with these stages recomputed; None: all of them."""
+        flags = (True,) * self.partition.num_stages if flags is None else flags
         return replace(self, choices=replace(self.choices, recompute=flags))
 
     def _costs(self, recomputed: Collection[int]) -> StageCosts:
@@ -394,8 +395,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPla
         return (plain[stage] - again[stage]) / max(layout.plain_costs.mean_seconds(Kind.FORWARD)[stage], 1e-12)
 
     for name in names:
-        is_full = options.recompute == "full"
-        start = layout.recomputing((True,) * layout.partition.num_stages) if is_full else layout
+        start = layout.recomputing() if options.recompute == "full" else layout
         found = _plan_with_schedule(start, name, asked)
         while found is not None and options.recompute == AUTO and excess_bytes(found.plan) > 0:
             # On every rank that lacks memory one more stage, which frees the most for its time.
@@ -415,13 +415,10 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPla
             yield _certified(found) if layout.is_certified else found
 
 
-def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[LayoutPlan]:
-    """Yields the plan with an order made for these costs and this memory; nothing if no order fits."""
-    try:
-        made = synthesise(layout.problem, budget_seconds=budget_seconds)
-    except ScheduleError:
-        return
-    yield LayoutPlan(layout.plan(made.best.schedule, AUTO, made.bound.seconds), layout)
+def synthesised_plan(layout: StageLayout, budget_seconds: float) -> LayoutPlan:
+    """Returns the plan with an order made for these costs and this memory; raises ScheduleError if no order fits."""
+    made = synthesise(layout.problem, budget_seconds=budget_seconds)
+    return LayoutPlan(layout.plan(made.best.schedule, AUTO, made.bound.seconds), layout)
 
 
 def _plan_with_schedule(layout: StageLayout, name: str, asked: object) -> LayoutPlan | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,9 +116,9 @@ def no_fit_error(plans: Sequence[Plan], models: Models, options: PlanOptions) ->
 
 def _ways_out(nearest: Plan, models: Models, options: PlanOptions) -> Iterator[str]:
     """Changes that would fit, one at a time: schedules, recomputation and ranks are tried, microbatches estimated."""
-    if options.schedule != AUTO and _fits(models, replace(options, schedule=AUTO)):
+    if options.schedule != AUTO and _fits(models, options, schedule=AUTO):
         yield 'schedule="auto"'
-    if options.recompute == "none" and _fits(models, replace(options, recompute="full")):
+    if options.recompute == "none" and _fits(models, options, recompute="full"):
         yield 'recompute="auto"'
     for factor in _MORE_MICROBATCHES:
         # Smaller microbatches hold less, each in proportion.
@@ -129,14 +129,15 @@ def _ways_out(nearest: Plan, models: Models, options: PlanOptions) -> Iterator[s
             break
     for factor in _MORE_RANKS:
         cluster = Cluster(options.cluster.ranks * factor, min(options.cluster.limits))
-        if _fits(models, replace(options, ranks=cluster, memory=None)):
+        if _fits(models, options, ranks=cluster, memory=None):
             yield f"ranks={cluster.ranks}"
             break
 
 
-def _fits(models: Models, options: PlanOptions) -> bool:
-    """Whether some schedule of the table fits."""
+def _fits(models: Models, options: PlanOptions, **changes: Any) -> bool:
+    """Whether some schedule of the table fits with these options changed; False if they do not fit together."""
     try:
+        options = replace(options, **changes)
         return any(
             excess_bytes(found.plan) <= 0
             for layout in layouts(models, options)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from penstock.errors import PartitionError, ScheduleError
+from penstock.errors import FitError, PartitionError, ScheduleError
 from penstock.ir import Candidate, Graph, Partition, Plan, Search
 from penstock.planner.candidates import (
     LayoutPlan,
@@ -14,7 +14,7 @@ from penstock.planner.candidates import (
     excess_bytes,
     layouts,
     other_layouts,
-    synthesised_plans,
+    synthesised_plan,
     table_plans,
 )
 from penstock.planner.explain import Move, no_fit_error, reasons, why_lost
@@ -49,6 +49,8 @@ class _Search:
         self._found: list[LayoutPlan] = []
         self._without_schedule: list[StageLayout] = []
         """layouts for whose placement the table has no schedule: an order may still be synthesised for them"""
+        self._refusal: ScheduleError | None = None
+        """why no order fits, for the first layout for which none was synthesised"""
 
     def best(self) -> Plan:
         """Tries orders of the table first, then orders made for the most promising layouts, then moves of nodes."""
@@ -62,6 +64,10 @@ class _Search:
                     self._try_table(layout)
         if self._options.schedule == AUTO:
             self._synthesise()
+        if not self._found and self._refusal is not None:
+            # Nothing but synthesis suits the placement, so there is no plan of which to report the shortage.
+            error = self._refusal
+            raise FitError(error.problem, hint=error.hint, **error.values)
         if not self._fitting:
             raise no_fit_error([found.plan for found in self._found], self._models, self._options)
         moves = self._improve_cuts()
@@ -108,7 +114,7 @@ class _Search:
             if not self._seconds_left and self._fitting:
                 return
         if len(self._found) == before:
-            self._without_schedule.append(layout)
+            self._without_schedule.append(layout.recomputing() if self._options.recompute == "full" else layout)
 
     def _synthesise(self) -> None:
         """Orders made for the layouts that may still become the best, the most promising first."""
@@ -123,7 +129,13 @@ class _Search:
             share = self._seconds_left / (len(chosen) - place + 1)
             if self._fitting and is_too_large(layout.problem, share):
                 continue  # only the table is left, and that has been tried
-            self._found += synthesised_plans(layout, share)
+            try:
+                self._found.append(synthesised_plan(layout, share))
+            except ScheduleError as error:
+                self._refusal = self._refusal or error
+                if self._options.recompute == AUTO and not any(layout.choices.recompute):
+                    with suppress(ScheduleError):
+                        self._found.append(synthesised_plan(layout.recomputing(), share))
 
     def _improve_cuts(self) -> list[Move]:
         """Moves nodes over cuts as long as that helps; returns the last moves, which do not help."""

@@ -69,7 +69,7 @@ class Scheduler(ABC):
         allowed = self.allowed_stages_per_rank
         if allowed and self.stages_per_rank not in allowed:
             raise ScheduleError(
-                "the schedule does not work with this number of stages per rank",
+                f"stages_per_rank must be {' or '.join(map(str, allowed))} for this schedule",
                 schedule=self.name,
                 stages_per_rank=self.stages_per_rank,
                 hint=f"stages_per_rank={allowed[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
@@ -77,7 +77,7 @@ class Scheduler(ABC):
         stages, kinds = ranks * self.stages_per_rank, 3 if self.splits_backward else 2
         if stages > MAX_STAGES or microbatches > MAX_MICROBATCHES or kinds * stages * microbatches > MAX_ACTIONS:
             raise ScheduleError(
-                "sizes out of range",
+                "stages, microbatches and passes must be at most the limits",
                 stages=stages,
                 microbatches=microbatches,
                 passes=kinds * stages * microbatches,

@@ -46,6 +46,7 @@ class _ActionTable(NamedTuple):
 
     kinds: list[int]
     needs: list[int]
+    """the action that must have ended on another rank, by its index; -1: none"""
     seconds: list[float]
     weight_seconds: list[float]
     allocated: list[float]
@@ -94,6 +95,7 @@ def _fill(schedule: Schedule, actions: _ActionTable, patience: float) -> tuple[L
         ranks.append(_Rank(deque(fixed.tolist()), float(np.cumsum(actions.allocated[first:end]).max())))
     kinds, needs, seconds, weight_seconds, allocated, weight_allocated = actions
     ends = [inf] * len(kinds)
+    # By action, the rank that waits for it: only one can, as in a chain of stages values go to one other stage.
     waiting: dict[int, int] = {}
     queue = [(0.0, number) for number in range(len(ranks))]
     # Plain lists and few calls: orders of large problems spend their time in this loop.

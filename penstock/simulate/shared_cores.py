@@ -26,7 +26,9 @@ class Message(NamedTuple):
     user: int
     link: int
     seconds: float
+    """for which it occupies its link"""
     latency: float
+    """seconds from the end of sending to the arrival"""
 
 
 class PassTimes(NamedTuple):
@@ -59,10 +61,10 @@ def run_on_shared_cores(
     while True:
         # The messages of passes that have just ended leave as soon as their links are free.
         for number in (number for each in ended for number in sent_after[each]):
-            link, occupied, latency = messages[number][2:]
-            sent = link_is_free_at[link] = max(now, link_is_free_at[link]) + occupied
-            arrived[number] = sent + latency
-            heapq.heappush(in_transit, (sent + latency, number))
+            message = messages[number]
+            sent = link_is_free_at[message.link] = max(now, link_is_free_at[message.link]) + message.seconds
+            arrived[number] = sent + message.latency
+            heapq.heappush(in_transit, (sent + message.latency, number))
         while in_transit and in_transit[0][0] <= now:
             num_awaited[messages[heapq.heappop(in_transit)[1]].user] -= 1
         # The next pass of every rank that is free and has its messages starts.

@@ -87,7 +87,7 @@ def test_lists_of_modules_that_do_not_divide_among_the_ranks_are_refused(wide_me
 
 
 def test_a_schedule_of_one_stage_per_rank_refuses_more(wide_mesh):
-    with pytest.raises(PenstockError, match=r"this number of stages per rank(.|\n)*pp_schedule=.interleaved1f1b"):
+    with pytest.raises(PenstockError, match=r"stages_per_rank must be 1 for(.|\n)*pp_schedule=.interleaved1f1b"):
         planned(wide_mesh, decoder(layers=8), pp_schedule="1f1b", layers_per_stage=1)
 
 

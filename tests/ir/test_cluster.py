@@ -223,6 +223,11 @@ def test_sizes_of_messages_must_ascend():
         Overhead(messages=(MessageCpu(2, 0.0, 0.0), MessageCpu(1, 0.0, 0.0)))
 
 
+def test_messages_of_an_overhead_are_records():
+    with pytest.raises(CostError, match=r"messages must be MessageCpu records \(got: 1000\)"):
+        Overhead(messages=(1000,))
+
+
 def test_overhead_below_zero_is_refused():
     with pytest.raises(CostError, match="message_seconds must be finite seconds, 0 or more"):
         Overhead(message_seconds=-1e-6)

@@ -78,3 +78,14 @@ def test_nothing_less_than_nothing_is_held(name):
 def test_equal_profiles_are_equal_and_hash_alike():
     assert replace(PROFILE) == PROFILE
     assert hash(replace(PROFILE)) == hash(PROFILE)
+
+
+def test_costs_of_a_loss_are_added_to_the_last_node():
+    spec = TensorSpec((2,))
+    layer, loss = (Node(name, (read,), (Value(name, spec),)) for name, read in (("layer", "x"), ("loss", "layer")))
+    plain, scored = (Graph(nodes, (Value("x", spec),), (nodes[-1].name,)) for nodes in ((layer,), (layer, loss)))
+    costs = (NodeCost("layer", 1.0, 2.0, 1.0, 1.0, flops=100.0), NodeCost("loss", 0.5, 1.0, 0.5, 0.5, flops=10.0))
+    profile = Profile(costs, 4.5, scored.fingerprint, "cpu").with_loss_in_output(plain)
+    assert profile.costs == (NodeCost("layer", 1.5, 3.0, 2.0, 1.0, flops=110.0),)
+    assert profile.model_flops == 330.0
+    profile.check(plain)

@@ -36,6 +36,15 @@ def test_uniform_makes_as_many_stages_as_asked(stages):
     partition.check(GRAPH)
 
 
+@pytest.mark.parametrize("stages", [2, 4, 7])
+def test_uniform_cuts_input_only_nodes_apart_where_there_are_few_others(stages):
+    masks = [f"mask.{index}" for index in range(6)]
+    nodes = [Node(name, ("x",), (Value(name, SPEC),), from_inputs=True) for name in masks]
+    nodes.append(Node("out", (masks[-1],), (Value("out", SPEC),)))
+    partition = uniform(Graph(tuple(nodes), (Value("x", SPEC),), ("out",)), stages)
+    assert partition.num_stages == stages
+
+
 def test_more_stages_than_places_to_cut_are_refused():
     with pytest.raises(PartitionError, match=r"at most 5 stages in all \(places: 4, stages: 6, modules: "):
         uniform(GRAPH, 6)

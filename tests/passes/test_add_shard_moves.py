@@ -1,5 +1,7 @@
 """add_shard_moves: gathered when needed, a bounded number at a time, and sharded again at the end."""
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -58,6 +60,7 @@ def test_both_stages_of_an_overlapped_pair_are_gathered_even_with_nothing_ahead(
     verify(after)
 
 
-def test_gathering_nothing_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"ahead must be 1 or more \(ahead: 0\)"):
-        AddShardMoves(ahead=0)
+@pytest.mark.parametrize("ahead", [0, 1.5, True, "2"])
+def test_gathering_anything_but_a_count_is_refused(ahead: Any) -> None:
+    with pytest.raises(ScheduleError, match=rf"ahead must be a whole number, 1 or more \(ahead: {ahead!r}\)"):
+        AddShardMoves(ahead)

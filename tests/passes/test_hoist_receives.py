@@ -1,5 +1,7 @@
 """hoist_receives: earlier by a bounded number of passes, and never against the common sequence of a pair."""
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -74,6 +76,7 @@ def test_a_program_without_messages_stays_as_it_is() -> None:
     assert HoistReceives()(program) == program
 
 
-def test_looking_back_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"ahead must be 0 or more \(ahead: -1\)"):
-        HoistReceives(ahead=-1)
+@pytest.mark.parametrize("ahead", [-1, 1.5, True, "2"])
+def test_looking_back_or_not_by_whole_passes_is_refused(ahead: Any) -> None:
+    with pytest.raises(ScheduleError, match=rf"ahead must be a whole number, 0 or more \(ahead: {ahead!r}\)"):
+        HoistReceives(ahead)

@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir import Kind, Schedule
-from penstock.passes import PASSES, AddTransfers, HoistReceives, lower
+from penstock.ir import Kind, Program, Schedule
+from penstock.passes import PASSES, AddTransfers, HoistReceives, Pass, lower
 from penstock.schedules import build
 
 
@@ -22,6 +22,18 @@ def test_a_pass_can_be_given_with_its_options() -> None:
 def test_an_unknown_pass_is_named_with_the_known_ones() -> None:
     with pytest.raises(ScheduleError, match=r"unknown pass \(name: 'add_transfer'\)\ntry: one of add_transfers, hoist"):
         lower(build("gpipe", 2, 2), passes=["add_transfer"])
+
+
+class OwnPass(Pass):
+    name = "own_pass"
+
+    def __call__(self, program: Program) -> Program:
+        return program
+
+
+def test_a_pass_that_is_not_in_the_table_is_refused_as_its_place_is_not_known() -> None:
+    with pytest.raises(ScheduleError, match=r"unknown pass \(name: 'own_pass'\)\ntry: one of add_transfers, hoist"):
+        lower(build("gpipe", 2, 2), passes=["add_transfers", OwnPass()])
 
 
 def test_lowering_without_messages_is_refused() -> None:

@@ -28,6 +28,19 @@ def test_the_solver_finds_better_orders_and_they_are_legal() -> None:
     assert simulate(program, problem.costs, problem.cluster).makespan == pytest.approx(proof.seconds)
 
 
+def test_bytes_that_an_input_gradient_allocates_are_not_held_before_it() -> None:
+    # As of a stage that returns no gradient: it also holds received gradients until its weight gradient.
+    costs = StageCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation_bytes=(1, 1), weight_grad_bytes=(2, 1))
+    problem = ScheduleProblem.of(costs, Placement.loop(2), 3, Cluster(2, memory=(3, 10)))
+    one_in_flight = [[0, 2, 3] * 3, [4, 6, 7] * 3]
+    proof = exact.prove(problem, one_in_flight, 0.0, 30.0)
+    assert proof.is_optimal
+    assert proof.seconds == 10.0
+    made = simulate(lower(to_schedule(problem, proof.orders)), costs, problem.cluster)
+    assert made.makespan == 10.0
+    assert made.peak_bytes(0) <= 3
+
+
 @pytest.mark.untraced
 def test_most_orders_are_optimal() -> None:
     found = []

@@ -112,6 +112,13 @@ def test_more_ranks_are_suggested_where_they_would_fit():
     assert "ranks=4" in refusal(STATE // 2 - 1, recompute="full", schedule="1f1b", partitioner="uniform")
 
 
+def test_ranks_that_would_need_too_many_stages_are_not_suggested(monkeypatch):
+    monkeypatch.setattr("penstock.planner.options.MAX_STAGES", 4)
+    text = refusal(10, recompute="full", schedule="interleaved", partitioner="uniform", stages_per_rank=2)
+    assert "no plan fits in memory" in text
+    assert "ranks=" not in text
+
+
 @pytest.mark.untraced
 def test_where_no_change_fits_ranks_with_more_memory_are_suggested():
     assert "ranks with more memory" in refusal(10)

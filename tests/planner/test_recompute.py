@@ -2,6 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
+from penstock.errors import FitError
+from penstock.ir import Cluster, Placement
+from penstock.partitioners import Problem, divide
 from penstock.planner import PlanOptions, search
 from tests.planner.chains import measured
 
@@ -36,3 +41,25 @@ def test_a_recomputed_backward_begins_with_a_forward():
     assert again.backward == tuple(f + b for f, b in zip(whole.forward, whole.backward, strict=True))
     assert again.weight_grad[1] == whole.weight_grad[1]
     assert again.activation_bytes == (0, whole.messages[0].forward_bytes)
+
+
+# The table has no schedule for this placement: all orders are synthesised.
+MIXED = divide("linear", Problem(*MODEL, Cluster(2), Placement((0, 1, 1, 0, 1))))
+MIXED_OPTIONS = {"partitioner": MIXED, "schedule": "auto", "budget_seconds": 0.2}
+
+
+def test_stages_of_a_mixed_placement_recompute_where_that_is_asked_for():
+    assert plan(**MIXED_OPTIONS).choices.recompute == (False,) * 5
+    assert plan(**MIXED_OPTIONS, recompute="full").choices.recompute == (True,) * 5
+
+
+def test_stages_of_a_mixed_placement_recompute_where_memory_demands_it():
+    least = max(plan(**MIXED_OPTIONS, recompute="full").predicted.peaks)
+    assert plan(least, **MIXED_OPTIONS, recompute="auto").choices.recompute == (True,) * 5
+    assert plan(10 * least, **MIXED_OPTIONS, recompute="auto").choices.recompute == (False,) * 5
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_mixed_placement_that_does_not_fit_is_refused_with_the_shortage(recompute):
+    with pytest.raises(FitError, match=r"no order fits in memory \(rank: [01], state: .*, left for activations: 0 B"):
+        plan(10, **MIXED_OPTIONS, recompute=recompute)

@@ -334,8 +334,9 @@ def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> flo
 def _unused(starts: Floats, allocated: Floats, room: float) -> tuple[float, float]:
     """Bytes x seconds that cannot be held because too few allocating passes can have started, and until when."""
     allocating = np.flatnonzero(allocated > 0)
-    moments = np.sort(starts[allocating].ravel())
-    sequence = np.argsort(starts[allocating].ravel(), kind="stable")
+    moments = starts[allocating].ravel()
+    sequence = np.argsort(moments, kind="stable")
+    moments = moments[sequence]
     filled = np.cumsum(np.repeat(allocated[allocating], starts.shape[1])[sequence])
     filled_before = np.concatenate(([0.0], filled))[:-1]
     gaps = np.diff(moments, prepend=0.0)

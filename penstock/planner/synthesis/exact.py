@@ -149,17 +149,26 @@ class _Model:
         return found
 
     def _share_memory(self) -> None:
-        """A forward allocates bytes; its input gradient frees some of them, its weight gradient the rest."""
+        """A forward allocates bytes; its input gradient frees some of them, its weight gradient the rest.
+
+        An input gradient may also allocate, where more is held for the weight gradient than for the input gradient.
+        """
         for stages, room in zip(self.table.problem.placement.stages, self.table.problem.room, strict=True):
             if room == inf:
                 continue
             held, sizes = [], []
-            for freeing in (3 * stage + part for stage in stages for part in (1, 2)):
-                if (size := -int(self.table.allocated[freeing])) > 0:
-                    for start, freed in self._pairs(freeing // 3 * 3, freeing):
-                        end, length = freed + self.ticks[freeing], self.model.new_int_var(0, self.horizon, "")
-                        held.append(self.model.new_interval_var(start, length, end, ""))
-                        sizes.append(size)
+            for stage in stages:
+                forward, first, second = range(3 * stage, 3 * stage + 3)
+                kept, change, freed = (float(self.table.allocated[row]) for row in (forward, first, second))
+                # (first row, last row, bytes): held from the start of a forward, or from the end of an input gradient,
+                # to the end of the pass that frees them.
+                spans = ((forward, first, -change), (forward, second, min(kept, -freed)), (first, second, change))
+                for begin, end, size in spans:
+                    for start, stop in self._pairs(begin, end) if int(size) > 0 else ():
+                        length = self.model.new_int_var(0, self.horizon, "")
+                        allocated = start if begin == forward else start + self.ticks[first]
+                        held.append(self.model.new_interval_var(allocated, length, stop + self.ticks[end], ""))
+                        sizes.append(int(size))
             self.model.add_cumulative(held, sizes, floor(room))
 
     def _send(self) -> None:
