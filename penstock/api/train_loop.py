@@ -172,7 +172,7 @@ def fit(
         raise RunError("eval_batches must give the same batches every time, got an iterator", hint=hint)
     if isinstance(checkpoints, CheckpointOptions):
         if checkpoints.resume == _AUTO:
-            has_any = bool(CheckpointDir(checkpoints.directory).checkpoints)
+            has_any = CheckpointDir(checkpoints.directory).has_any
             checkpoints = replace(checkpoints, resume=checkpoints.directory if has_any else None)
         checkpoints = PeriodicSaver(pipe, optimizer, checkpoints)
     pipe.check_optimizer(optimizer)

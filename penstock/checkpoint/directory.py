@@ -59,6 +59,11 @@ class CheckpointDir:
         return sorted(checkpoints, key=lambda path: (step_of(path), path.name), reverse=True)
 
     @property
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint to load, even one that an interrupted save has left under another name."""
+        return bool(self.checkpoints) or any(_step(path) is not None for path in self.root.glob(f"{_REPLACED}step-*"))
+
+    @property
     def newest_step(self) -> int | None:
         """The step of the newest checkpoint with a readable manifest; its other files are not read."""
         return next((step_of(path) for path in self.checkpoints if _has_manifest(path)), None)

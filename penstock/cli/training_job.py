@@ -127,7 +127,7 @@ class CheckpointFlags:
         """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
         from penstock.checkpoint import CheckpointDir
 
-        if CheckpointDir(self.checkpoint).checkpoints and (attempt or self.resume == AUTO):
+        if CheckpointDir(self.checkpoint).has_any and (attempt or self.resume == AUTO):
             return self.checkpoint
         return None if self.resume in (None, AUTO) else Path(self.resume)
 

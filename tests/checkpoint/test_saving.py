@@ -141,6 +141,16 @@ def test_a_step_is_saved_again_while_an_interrupted_save_left_its_older_checkpoi
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_training_resumes_from_the_only_checkpoint_although_it_is_replaced(tmp_path: Path) -> None:
+    assert not CheckpointDir(tmp_path).has_any
+    training = saved(tmp_path, 1)
+    training.losses(1)
+    (tmp_path / "step-000001").rename(tmp_path / ".replaced-step-000001")
+    options = penstock.CheckpointOptions(tmp_path, resume="auto")
+    penstock.fit(training.pipe, [], training.optimizer, penstock.TrainOptions(steps=1), checkpoints=options)
+    assert training.pipe.num_steps == 1
+
+
 def test_a_replaced_checkpoint_is_loaded_before_older_ones(tmp_path: Path) -> None:
     training = saved(tmp_path, 1, 2)
     (tmp_path / "step-000002").rename(tmp_path / ".replaced-step-000002")
