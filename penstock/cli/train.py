@@ -194,11 +194,16 @@ class PlanChoice:
         self._job, self._options, self._file = job, job.plan_options, file
 
     def check_options(self, given: Given) -> None:
-        """Refuse options of the search for a plan beside --plan, unless they are those of the plan."""
+        """Refuse options of the search for a plan beside --plan, unless they are those of the plan.
+
+        With --min-ranks the other options are for the plan for fewer ranks.
+        """
         own = {"--ranks": self._given.num_ranks, "--microbatches": str(self._given.num_microbatches)}
         asked = {"--ranks": self._options.ranks, "--microbatches": self._options.microbatches}
         # Modules can be opened to another depth than that of the plan.
         typed = [name for name in given.of(PlanFlags) if name not in ("--depth", "--block")]
+        if self._job.checkpoints.min_ranks is not None:
+            typed = [name for name in typed if name in own]
         if others := [name for name in typed if name not in own or asked[name] != own[name]]:
             hint = "leave them out, or penstock plan MODEL with these options for another plan"
             sizes = {"ranks": self._given.num_ranks, "microbatches": self._given.num_microbatches}
@@ -275,9 +280,8 @@ class PlanChoice:
 
     def _same_microbatches(self, plan: "Plan") -> PlanFlags:
         """The options, with the microbatches of the plan unless a number is given."""
-        options = PlanFlags() if self._file is not None else self._options
-        is_default = options.microbatches == PlanFlags.microbatches
-        return replace(options, microbatches=str(plan.num_microbatches)) if is_default else options
+        is_default = self._options.microbatches == PlanFlags.microbatches
+        return replace(self._options, microbatches=str(plan.num_microbatches)) if is_default else self._options
 
     def _search(self, options: PlanFlags, running: "Cluster | None" = None, device: Any = None) -> "Plan":
         """The best plan, for the running ranks or else for local processes."""

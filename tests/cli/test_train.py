@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from penstock.cli.plan import PlanFlags
 from penstock.cli.train import PlanChoice
 from penstock.cli.train_log import missing_steps
 from penstock.cli.training_job import CheckpointFlags, Job, TrainFlags
+from penstock.errors import FitError
 from penstock.ir import Run
 from tests.cli.checkpoint_runs import in_a_copy
 from tests.leftovers import wait_until
@@ -169,6 +171,17 @@ def test_the_time_of_the_loss_counts_in_the_plan(written) -> None:
     options = PlanFlags(ranks=2, microbatches="2", schedule="1f1b", budget=0.0)
     plan = PlanChoice(Job(f"{model}build", Example(), flags, TrainOptions(), options, CheckpointFlags()), None).first()
     assert plan.costs.forward[1] > 5 * plan.costs.forward[0]
+
+
+def test_the_plan_for_fewer_ranks_has_the_options_given_beside_a_plan(written, tmp_path: Path) -> None:
+    model = f"{written('model.py', FILE)}:"
+    flags, options = TrainFlags(data=f"{model}batches", loss="cross_entropy"), PlanFlags(ranks=2, budget=0.0)
+    job = Job(f"{model}build", Example(), flags, TrainOptions(), options, CheckpointFlags())
+    plan = PlanChoice(job, None).first()
+    plan.save(tmp_path / "plan.json")
+    tight = replace(job, plan_options=PlanFlags(memory="100B", budget=0.0))
+    with pytest.raises(FitError):
+        PlanChoice(tight, tmp_path / "plan.json").for_fewer(plan, 1)
 
 
 OF_LENGTHS = """\
