@@ -159,7 +159,9 @@ MISTAKES = {
     # orders
     "a schedule unheard of": Mistake("simulate frobnicate", 2, "unknown schedule", "one of gpipe, 1f1b"),
     "too many ranks": Mistake("simulate gpipe --ranks 9999", 2, "limits: (8192, 65536"),
-    "stages it cannot hold": Mistake("simulate zbv --stages-per-rank 3", 2, "this number of", "--stages-per-rank 2"),
+    "stages it cannot hold": Mistake(
+        "simulate zbv --stages-per-rank 3", 2, "stages_per_rank must be 2 for this schedule", "--stages-per-rank 2"
+    ),
     "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "must be a list of numbers", "--sweep 4,8,16"),
     "a negative time": Mistake("simulate gpipe --forward -1", 2, "forward must be a finite number, 0 or more"),
     "an enormous time": Mistake("simulate zbv --forward 1e308", 2, "forward must be at most 1e+100"),
