@@ -107,7 +107,7 @@ class Granularity:
         # A list of one is only a wrapper: its element is treated like any other module.
         is_list = isinstance(module, _CONTAINERS) and len(children) > 1
         if not is_callable and path:
-            # A module that is never called is no level. In a list, its own elements count as elements of that list.
+            # A module that is never called does not count as a level. In a list, its elements count as the list's own.
             level, is_list = level - 1, is_list or in_list
         for name, child in children:
             yield from self._visit(child, f"{path}.{name}" if path else name, level + 1, is_list)

@@ -98,7 +98,7 @@ class Example:
 class Given(frozenset[str]):
     """The names of the options that were typed; a verb with a parameter of this type is given them.
 
-    An option that was typed with its default value is told apart from one that was left out.
+    It contains an option that was typed with its default value, and not one that was left out.
     """
 
     def of(self, *records: type) -> list[str]:

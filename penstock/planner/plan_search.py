@@ -65,7 +65,7 @@ class _Search:
         if self._options.schedule == AUTO:
             self._synthesise()
         if not self._found and self._refusal is not None:
-            # Nothing but synthesis suits the placement, so there is no plan of which to report the shortage.
+            # Only synthesis has orders for the placement, and none fits: report why it was refused.
             error = self._refusal
             raise FitError(error.problem, hint=error.hint, **error.values)
         if not self._fitting:
