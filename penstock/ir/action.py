@@ -271,8 +271,8 @@ def needs(action: ComputeAction, cuts: Cuts) -> tuple[Need, ...]:
     """The facts that must hold before the action runs."""
     stages = {
         Relation.OWN: (action.stage,),
-        Relation.PRODUCERS: cuts.producers(action.stage),
-        Relation.CONSUMERS: cuts.gradient_consumers(action.stage),
+        Relation.PRODUCERS: cuts.producers[action.stage],
+        Relation.CONSUMERS: cuts.gradient_consumers[action.stage],
     }
     return tuple(
         Need(fact, stage, action.microbatch)

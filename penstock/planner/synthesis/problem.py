@@ -178,24 +178,6 @@ class ScheduleProblem:
             found.append(tuple(map(tuple, sent)))
         return found[0], found[1]
 
-    @cached_property
-    def producers(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the stages whose output it reads."""
-        return _sources(self.outputs)
-
-    @cached_property
-    def gradient_sources(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the stages whose input gradient it waits for."""
-        return _sources(self.gradients)
-
-
-def _sources(sent: tuple[tuple[OutgoingMessage, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in sent]
-    for source, messages in enumerate(sent):
-        for message in messages:
-            found[message.target].append(source)
-    return tuple(map(tuple, found))
-
 
 def rank_orders(schedule: Schedule) -> RankOrders:
     """Returns the pass ids of a schedule; overlapped pairs are taken apart."""
