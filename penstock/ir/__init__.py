@@ -26,6 +26,7 @@ The files, in the order in which to read them:
 from penstock.ir.action import (
     COMPUTE_KINDS,
     MAX_MICROBATCHES,
+    PASS_ACTIONS,
     RULES,
     Action,
     Backward,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
+    PASS_ACTIONS,
     RULES,
     Action,
     Backward,
@@ -22,7 +23,6 @@ from penstock.ir.action import (
     Fact,
     Forward,
     Free,
-    InputGrad,
     Kind,
     Message,
     Overlap,
@@ -32,7 +32,6 @@ from penstock.ir.action import (
     Reshard,
     Send,
     Unshard,
-    WeightGrad,
 )
 from penstock.ir.placement import Cuts, StageEdge
 
@@ -44,7 +43,7 @@ Numbers: TypeAlias = "int | NDArray[np.integer]"
 # Bit positions and masks of the fields. 13 bits of stage and 16 of microbatch match MAX_STAGES and MAX_MICROBATCHES.
 _STAGE, _MICROBATCH, _PEER, _PEER_MICROBATCH = 4, 17, 33, 46
 _KIND_MASK, _STAGE_MASK, _MICROBATCH_MASK = 15, 8191, 65535
-_COMPUTE = {kind.kind: kind for kind in (Forward, Backward, InputGrad, WeightGrad)}
+_COMPUTE = {action.kind: action for action in PASS_ACTIONS.values()}
 _MESSAGE: dict[Kind, type[Message]] = {Kind.SEND: Send, Kind.RECV: Recv}
 _STAGE_ACTIONS = {kind.kind: kind for kind in (Reduce, Unshard, Reshard)}
 

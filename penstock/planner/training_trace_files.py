@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from penstock.errors import FormatError
-from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
+from penstock.ir import MAX_JSON_BYTES, ComputeAction, Run, Trace, from_json
 from penstock.planner.training_traces import (
-    PASS_ACTIONS,
     RecordedPass,
     RecordedStep,
     RecordedTraining,
@@ -260,13 +259,11 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
             for stage, order in enumerate(schedule.orders):
                 rank = ranks[stage * num_replicas + replica]
                 for place, action in enumerate(order):
-                    name = "F" if isinstance(action, PASS_ACTIONS["F"]) else "B"
-                    if (name, rank) not in each:
-                        raise FormatError("the log lacks a timer", file=path, rank=rank, timer=name)
-                    taken = each[name, rank] / microbatches
-                    passes.append(
-                        RecordedPass(stage, name, stage, getattr(action, "microbatch", 0), float(place), taken)
-                    )
+                    assert isinstance(action, ComputeAction)
+                    if (action.letter, rank) not in each:
+                        raise FormatError("the log lacks a timer", file=path, rank=rank, timer=action.letter)
+                    taken = each[action.letter, rank] / microbatches
+                    passes.append(RecordedPass(stage, action.letter, stage, action.microbatch, float(place), taken))
             steps.append(RecordedStep(number, replica, tuple(passes)))
     recording = RecordedTraining(str(path), tuple(steps))
     known = tuple(seconds for seconds, _ in iterations if seconds is not None)
