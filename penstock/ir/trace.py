@@ -78,7 +78,7 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """The idle seconds of one rank by cause; together with its work they add up to the makespan.
+    """Idle seconds by cause: those of one rank and its work add up to the makespan.
 
     `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference to the
     work of the busiest rank, and `wait` is waiting for data.
@@ -242,6 +242,12 @@ class Trace:
             imbalance = min(inside, busiest - work)
             parts.append(Idle(first, inside - imbalance, imbalance, self.makespan - last))
         return tuple(parts)
+
+    @property
+    def idle_shares(self) -> Idle:
+        """Each cause's share of all ranks' time; they add up to the bubble."""
+        capacity = self.num_ranks * self.makespan or 1.0
+        return Idle(*(sum(seconds) / capacity for seconds in zip(*self.idle, strict=True)))
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes that the rank holds at any time.

@@ -184,7 +184,7 @@ def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
 
 
 def _evolved(pool: Pool, children: int, seed: int, goal: Goal) -> Pool:
-    """The pool after all generations, alternately mirrored and forwards, or when the goal is met or the effort spent."""
+    """The pool after all generations, mirrored and forwards in turn, or when the goal is met or the effort spent."""
     directions = (Greedy(pool.table.mirrored()), Greedy(pool.table))
     random = np.random.default_rng(seed)
     for generation in range(_GENERATIONS):
