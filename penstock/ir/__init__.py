@@ -88,7 +88,6 @@ from penstock.ir.notebook import PASS_COLORS, html_page, html_table, paragraph, 
 from penstock.ir.order_times import (
     Length,
     Needs,
-    Seconds,
     find_waits,
     look_up_seconds,
     pass_seconds,
@@ -98,8 +97,11 @@ from penstock.ir.order_times import (
 )
 from penstock.ir.orders import (
     MAX_ACTIONS,
+    Bools,
     Codes,
     Dependencies,
+    Floats,
+    Ints,
     Makers,
     Orders,
     Passes,

@@ -12,13 +12,13 @@ both ends of this one are issued: it is delivered as well, and L is also a run o
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Codes,
     Dependencies,
     Fact,
+    Ints,
     Kind,
     Needs,
     Program,
@@ -32,7 +32,6 @@ from penstock.ir import (
     walk_passes,
 )
 
-Indices = NDArray[np.int64]
 _FACT_NAMES = {Fact.OUTPUT: "forward", Fact.INPUT_GRADIENT: "input gradient", Fact.WEIGHT_GRADIENT: "weight gradient"}
 _MAKERS = {Fact.OUTPUT: "F", Fact.INPUT_GRADIENT: "I", Fact.WEIGHT_GRADIENT: "W"}
 _NUM_NAMED = 6
@@ -132,17 +131,17 @@ class _Messages:
         crossing = dependencies.where(rank[dependencies.waiter] != rank[dependencies.needed])
         keys = self._key(crossing.source, crossing.target, crossing.microbatch)
         sequence = np.argsort(keys)
-        self.keys: Indices = keys[sequence]
-        self.maker: Indices = crossing.needed[sequence]
-        self.user: Indices = crossing.waiter[sequence]
+        self.keys: Ints = keys[sequence]
+        self.maker: Ints = crossing.needed[sequence]
+        self.user: Ints = crossing.waiter[sequence]
         self.send = self._find(program, Kind.SEND)
         self.recv = self._find(program, Kind.RECV)
 
-    def _key(self, source: Codes, target: Codes, microbatch: Codes) -> Indices:
+    def _key(self, source: Codes, target: Codes, microbatch: Codes) -> Ints:
         stages, microbatches = self._sizes
         return (source * stages + target) * microbatches + microbatch
 
-    def _find(self, program: Program, kind: Kind) -> Indices:
+    def _find(self, program: Program, kind: Kind) -> Ints:
         """Per key the index of the program's Send or Recv; raises for unknown and repeated ones."""
         table = program.table
         index = np.flatnonzero(table.kinds == kind)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Bools, Floats, Ints
+from penstock.ir import Bools, Floats, Ints
+from penstock.partitioners.atoms import Atoms
 from penstock.partitioners.base import Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score

@@ -14,11 +14,12 @@ from math import inf
 
 import numpy as np
 
+from penstock.ir import Floats, Ints
 from penstock.planner.synthesis.bounds import earliest_starts
 from penstock.planner.synthesis.evaluate import durations, evaluate
 from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio, steady_rule
 from penstock.planner.synthesis.local_search import MOVE_EFFORT, Goal, polish
-from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, Floats, Ints, PassTable
+from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, PassTable
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, W, peak_bytes
 
 _RULES = (12, 240)

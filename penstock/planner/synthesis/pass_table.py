@@ -11,14 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import Fact, Forward, InputGrad, WeightGrad, needs
+from penstock.ir import Bools, Fact, Floats, Forward, InputGrad, Ints, WeightGrad, needs
 from penstock.planner.synthesis.problem import B, F, I, OutgoingMessage, ScheduleProblem, W
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 ROWS_OF_KIND = {F: (0,), I: (1,), W: (2,), B: (1, 2)}
 """the rows of a stage that a pass of each kind fills"""
