@@ -77,7 +77,7 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Idle seconds by cause: those of one rank and its work add up to the makespan.
+    """Idle time by cause: the seconds of one rank, which with its work add up to the makespan, or shares of a step.
 
     `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference to the
     work of the busiest rank, and `wait` is waiting for data.
