@@ -26,6 +26,7 @@ The files, in the order in which to read them:
 from penstock.ir.action import (
     COMPUTE_KINDS,
     MAX_MICROBATCHES,
+    PASS_ACTIONS,
     RULES,
     Action,
     Backward,
@@ -87,7 +88,6 @@ from penstock.ir.notebook import PASS_COLORS, html_page, html_table, paragraph, 
 from penstock.ir.order_times import (
     Length,
     Needs,
-    Seconds,
     find_waits,
     look_up_seconds,
     pass_seconds,
@@ -97,8 +97,11 @@ from penstock.ir.order_times import (
 )
 from penstock.ir.orders import (
     MAX_ACTIONS,
+    Bools,
     Codes,
     Dependencies,
+    Floats,
+    Ints,
     Makers,
     Orders,
     Passes,

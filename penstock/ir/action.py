@@ -145,6 +145,12 @@ class WeightGrad(ComputeAction):
     letter = "W"
 
 
+PASS_ACTIONS: dict[str, type[ComputeAction]] = {
+    action.letter: action for action in (Forward, Backward, InputGrad, WeightGrad)
+}
+"""the single passes by their letter"""
+
+
 @dataclass(frozen=True, slots=True)
 class Overlap(Action):
     """A forward and a full backward of one rank, run together. Before, after: as for each; neither needs the other."""
@@ -271,8 +277,8 @@ def needs(action: ComputeAction, cuts: Cuts) -> tuple[Need, ...]:
     """The facts that must hold before the action runs."""
     stages = {
         Relation.OWN: (action.stage,),
-        Relation.PRODUCERS: cuts.producers(action.stage),
-        Relation.CONSUMERS: cuts.gradient_consumers(action.stage),
+        Relation.PRODUCERS: cuts.producers[action.stage],
+        Relation.CONSUMERS: cuts.gradient_consumers[action.stage],
     }
     return tuple(
         Need(fact, stage, action.microbatch)

@@ -7,18 +7,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, is_count, is_finite, parse_bytes
 from penstock.ir.costs import StageCosts
+from penstock.ir.orders import Floats, Ints
 from penstock.ir.overhead import Overhead
 from penstock.ir.placement import Cuts, Placement
 
 MAX_RANKS = 65536
-
-Ranks = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,7 @@ class Cluster:
         """
         return self._named_links.get((source, target)) or Link(source, target, self.latency, self.bandwidth)
 
-    def link_rates(self, source: Ranks, target: Ranks) -> LinkRates:
+    def link_rates(self, source: Ints, target: Ints) -> LinkRates:
         """The rates of the links between pairs of ranks, given as arrays of one shape."""
         pairs, which = np.array([0]), np.zeros(source.shape, dtype=np.int64)
         if self.links:

@@ -19,12 +19,12 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import CostError
 from penstock.ir.action import Kind
 from penstock.ir.arguments import is_finite
 from penstock.ir.graph import Graph, Node
+from penstock.ir.orders import Floats, Ints
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
 from penstock.ir.profile import BYTES, NODE_SECONDS, PASS_NAMES, SECONDS, Profile, term_names
@@ -187,20 +187,20 @@ class StageCosts:
                 hint="one number per stage fits any number of microbatches",
             )
 
-    def seconds(self, kind: Kind) -> NDArray[np.float64]:
+    def seconds(self, kind: Kind) -> Floats:
         """Seconds of a kind of pass: a row per stage, and a column per microbatch, or one for all of them.
 
         Whatever adds to the time of a pass is added here: simulation, synthesis and views ask for it.
         """
         return self._by_microbatch(PASS_NAMES[kind])
 
-    def allocated(self, kind: Kind) -> NDArray[np.float64]:
+    def allocated(self, kind: Kind) -> Floats:
         """Bytes that a kind of pass allocates, freed ones below 0, in the shape of `seconds`."""
         kept, late = (self._by_microbatch(name) for name in ("activation_bytes", "weight_grad_bytes"))
         changes = {Kind.FORWARD: kept, Kind.BACKWARD: -kept, Kind.INPUT_GRAD: late - kept, Kind.WEIGHT_GRAD: -late}
         return changes[kind]
 
-    def _by_microbatch(self, name: str) -> NDArray[np.float64]:
+    def _by_microbatch(self, name: str) -> Floats:
         entries = getattr(self, name)
         if self.num_microbatches is None:
             return np.asarray(entries, dtype=np.float64)[:, None]
@@ -243,7 +243,7 @@ class StageCosts:
         }
         return replace(self, **changed)
 
-    def message_bytes(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
+    def message_bytes(self, source: Ints, target: Ints) -> Floats:
         """Bytes of each message from a source stage to a target stage; 0 for a pair that is not in `messages`."""
         sizes: dict[tuple[int, int], int] = {}
         for message in self.messages:

@@ -11,16 +11,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.costs import StageCosts
-from penstock.ir.orders import Dependencies, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
+from penstock.ir.orders import Dependencies, Floats, Ints, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
 from penstock.ir.profile import PASS_NAMES
 from penstock.ir.schedule import Schedule
-
-Indices = NDArray[np.int64]
-Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Walk:
     `ends` is -1 for items that never ran; `blocked` maps a line to (its next item, the item that one waits for).
     """
 
-    ends: Seconds
+    ends: Floats
     blocked: dict[int, tuple[int, int]]
 
     @property
@@ -49,7 +45,7 @@ class Needs(NamedTuple):
     several: dict[int, tuple[int, ...]]
 
     @classmethod
-    def of(cls, num_items: int, waiter: Indices, needed: Indices) -> "Needs":
+    def of(cls, num_items: int, waiter: Ints, needed: Ints) -> "Needs":
         """The needs of pairs (waiting item, needed item)."""
         needs_several = np.bincount(waiter, minlength=num_items) > 1
         one = np.full(num_items, -1, dtype=np.int64)
@@ -117,7 +113,7 @@ def walk(
     return Walk(np.asarray(ends), blocked)
 
 
-def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seconds:
+def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Floats:
     """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
     by_kind = np.zeros((len(Kind), costs.num_stages, costs.num_microbatches or 1))
     for kind in PASS_NAMES:
@@ -125,11 +121,11 @@ def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seco
     return look_up_seconds(table, by_kind, overlap)
 
 
-def look_up_seconds(table: Orders, by_kind: Seconds, overlap: float = 0.0) -> Seconds:
+def look_up_seconds(table: Orders, by_kind: Floats, overlap: float = 0.0) -> Floats:
     """Seconds of every action, from those by kind, stage and microbatch; one column holds for all microbatches."""
     width = by_kind.shape[2]
 
-    def column(microbatch: Indices) -> Indices | int:
+    def column(microbatch: Ints) -> Ints | int:
         return 0 if width == 1 else microbatch
 
     seconds = by_kind[table.kinds, stage_of(table.codes), column(microbatch_of(table.codes))]
@@ -152,7 +148,7 @@ def find_waits(table: Orders, dependencies: Dependencies) -> Needs:
     return Needs.of(len(table.codes), waiter[waits], needed[waits])
 
 
-def walk_passes(table: Orders, dependencies: Dependencies, seconds: Seconds | None = None) -> Walk:
+def walk_passes(table: Orders, dependencies: Dependencies, seconds: Floats | None = None) -> Walk:
     """Run compute actions as early as their order and their dependencies allow, with messages that take no time."""
     return walk(table.starts.tolist(), find_waits(table, dependencies), None if seconds is None else seconds.tolist())
 

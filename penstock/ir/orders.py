@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
+    PASS_ACTIONS,
     RULES,
     Action,
     Backward,
@@ -22,7 +23,6 @@ from penstock.ir.action import (
     Fact,
     Forward,
     Free,
-    InputGrad,
     Kind,
     Message,
     Overlap,
@@ -32,19 +32,20 @@ from penstock.ir.action import (
     Reshard,
     Send,
     Unshard,
-    WeightGrad,
 )
 from penstock.ir.placement import Cuts, StageEdge
 
-Codes: TypeAlias = NDArray[np.int64]
-Indices: TypeAlias = NDArray[np.int64]
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Bools: TypeAlias = NDArray[np.bool_]
+Codes: TypeAlias = Ints
 MAX_ACTIONS = 20_000_000
 Numbers: TypeAlias = "int | NDArray[np.integer]"
 
 # Bit positions and masks of the fields. 13 bits of stage and 16 of microbatch match MAX_STAGES and MAX_MICROBATCHES.
 _STAGE, _MICROBATCH, _PEER, _PEER_MICROBATCH = 4, 17, 33, 46
 _KIND_MASK, _STAGE_MASK, _MICROBATCH_MASK = 15, 8191, 65535
-_COMPUTE = {kind.kind: kind for kind in (Forward, Backward, InputGrad, WeightGrad)}
+_COMPUTE = {action.kind: action for action in PASS_ACTIONS.values()}
 _MESSAGE: dict[Kind, type[Message]] = {Kind.SEND: Send, Kind.RECV: Recv}
 _STAGE_ACTIONS = {kind.kind: kind for kind in (Reduce, Unshard, Reshard)}
 
@@ -164,7 +165,7 @@ def first_microbatches(codes: Codes, num_microbatches: int) -> Codes:
 class Passes(NamedTuple):
     """Every action as single passes: an overlapped pair gives two rows. `index` is the index of the action."""
 
-    index: NDArray[np.int64]  # type: ignore[assignment]
+    index: Ints  # type: ignore[assignment]
     kind: Codes
     stage: Codes
     microbatch: Codes
@@ -184,7 +185,7 @@ class Orders:
         if sum(lengths) > MAX_ACTIONS:
             raise ScheduleError("too many actions", actions=sum(lengths), limit=MAX_ACTIONS)
         self.codes: Codes = np.concatenate([np.asarray(codes, dtype=np.int64) for codes in per_rank])
-        self.starts: NDArray[np.int64] = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        self.starts: Ints = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.codes.flags.writeable = False
         self.starts.flags.writeable = False
 
@@ -197,11 +198,11 @@ class Orders:
         """The codes of one rank."""
         return self.codes[self.starts[rank] : self.starts[rank + 1]]
 
-    def select(self, keep: NDArray[np.bool_]) -> "Orders":
+    def select(self, keep: Bools) -> "Orders":
         """Orders of the actions where `keep` is true, by index."""
         return Orders([self.rank(r)[keep[self.starts[r] : self.starts[r + 1]]] for r in range(len(self))])
 
-    def insert(self, before: NDArray[np.int64], ranks: NDArray[np.int64], codes: Codes) -> "Orders":
+    def insert(self, before: Ints, ranks: Ints, codes: Codes) -> "Orders":
         """Orders with more actions, each inserted before the given index of the given rank (its end included).
 
         Several actions before one index keep the sequence in which they are given.
@@ -213,7 +214,7 @@ class Orders:
         return Orders(np.split(merged, np.cumsum(lengths)[:-1]))
 
     @cached_property
-    def rank_of(self) -> NDArray[np.int64]:
+    def rank_of(self) -> Ints:
         """The rank of every index."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.starts))
 
@@ -247,7 +248,7 @@ class Orders:
             np.concatenate((microbatch_of(codes), peer_microbatch_of(halves))),
         )
 
-    def select_passes(self, keep: NDArray[np.bool_]) -> "Orders":
+    def select_passes(self, keep: Bools) -> "Orders":
         """Orders of the single passes where `keep` is true, by row of `passes`."""
         passes = Passes(*(column[keep] for column in self.passes))
         # The sort is stable and `passes` lists the forward half of a pair first, so it stays first.
@@ -306,14 +307,14 @@ class Dependencies(NamedTuple):
     The stage `target` waits for a fact about the stage `source`. If no action makes the fact, `needed` is -1.
     """
 
-    waiter: Indices
-    needed: Indices
+    waiter: Ints
+    needed: Ints
     fact: Codes
     source: Codes
     target: Codes
     microbatch: Codes
 
-    def where(self, chosen: NDArray[np.bool_]) -> "Dependencies":
+    def where(self, chosen: Bools) -> "Dependencies":
         """The rows where `chosen` is true."""
         return Dependencies(*(column[chosen] for column in self))
 
@@ -334,15 +335,15 @@ class Makers:
                     stage * num_microbatches + microbatch, minlength=num_stages * num_microbatches
                 )
 
-    def __getitem__(self, fact: Fact) -> Indices:
+    def __getitem__(self, fact: Fact) -> Ints:
         return self._index[fact]
 
-    def users(self, source: Codes, target: Codes, microbatch: Codes) -> Indices:
+    def users(self, source: Codes, target: Codes, microbatch: Codes) -> Ints:
         """The actions that use messages between stages: values go to a later stage, gradients to an earlier one."""
         outputs, gradients = self[Fact.OUTPUT], self[Fact.INPUT_GRADIENT]
         return np.where(target > source, outputs[target, microbatch], gradients[target, microbatch])
 
-    def times(self, fact: Fact) -> Indices:
+    def times(self, fact: Fact) -> Ints:
         """Number of actions that make each fact, by (stage, microbatch)."""
         return self._times[fact].reshape(self._index[fact].shape)
 
@@ -367,8 +368,8 @@ def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencie
 
 
 def _neighbours(
-    stage: Indices, edges: tuple[StageEdge, ...], own_end: int, far_end: int, num_stages: int
-) -> tuple[Indices, Indices]:
+    stage: Ints, edges: tuple[StageEdge, ...], own_end: int, far_end: int, num_stages: int
+) -> tuple[Ints, Ints]:
     """For each given stage, the stage at the far end of each of its edges: pairs (row of `stage`, other stage).
 
     `own_end` and `far_end` are the columns of `edges`, 0 for the producer and 1 for the consumer.

@@ -120,25 +120,18 @@ class Cuts:
         skipped = set(self.without_gradient)
         return tuple(edge for edge in self.edges if edge not in skipped)
 
-    def producers(self, stage: int) -> tuple[int, ...]:
-        """The stages whose values the stage reads."""
-        return self._producers.get(stage, ())
-
-    def gradient_consumers(self, stage: int) -> tuple[int, ...]:
-        """The stages that return gradients to the stage."""
-        return self._gradient_consumers.get(stage, ())
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the stages whose values it reads."""
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for producer, consumer in self.edges:
+            found[consumer].append(producer)
+        return tuple(map(tuple, found))
 
     @cached_property
-    def _producers(self) -> dict[int, tuple[int, ...]]:
-        return _group((consumer, producer) for producer, consumer in self.edges)
-
-    @cached_property
-    def _gradient_consumers(self) -> dict[int, tuple[int, ...]]:
-        return _group(self.gradient_edges)
-
-
-def _group(pairs: Iterable[StageEdge]) -> dict[int, tuple[int, ...]]:
-    groups: dict[int, list[int]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return {key: tuple(values) for key, values in groups.items()}
+    def gradient_consumers(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the stages that return gradients to it."""
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for producer, consumer in self.gradient_edges:
+            found[producer].append(consumer)
+        return tuple(map(tuple, found))

@@ -15,18 +15,18 @@ from pathlib import Path
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir.action import (
+    PASS_ACTIONS,
     Action,
     Backward,
+    ComputeAction,
     Forward,
     Free,
-    InputGrad,
     Overlap,
     Recv,
     Reduce,
     Reshard,
     Send,
     Unshard,
-    WeightGrad,
 )
 from penstock.ir.orders import MAX_ACTIONS, Orders
 
@@ -36,7 +36,7 @@ _STAGE_CELL = re.compile(rf"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)")
 _MESSAGE_CELL = re.compile(rf"{_NUMBER}(SEND|RECV)_(F|B){_NUMBER}(?:([<>]){_NUMBER})?")
 _OVERLAP_CELL = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _PAIR = re.compile(r"\([^()\n]*\)[ \t]*(?=OVERLAP)")
-_COMPUTE_WORDS = {"F": Forward, "I": InputGrad, "W": WeightGrad, "B": Backward, "FREE": Free}
+_COMPUTE_WORDS: dict[str, type[ComputeAction | Free]] = {**PASS_ACTIONS, "FREE": Free}
 _STAGE_WORDS = {"UNSHARD": Unshard, "RESHARD": Reshard, "REDUCE_GRAD": Reduce}
 
 

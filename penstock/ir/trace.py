@@ -6,12 +6,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Kind, Overlap, Send, needs
 from penstock.ir.notebook import timeline
-from penstock.ir.orders import pack, peer_of, stage_of
+from penstock.ir.orders import Bools, Floats, pack, peer_of, stage_of
 from penstock.ir.schedule import Program
 from penstock.ir.units import percent_text, seconds_text
 
@@ -22,9 +21,9 @@ _MAX_SECONDS = 1e100  # so that sums and products of times stay finite
 class Series:
     """An immutable sequence of floats that compares and hashes like a tuple; `values` is a read-only array."""
 
-    def __init__(self, values: Iterable[float] | NDArray[np.float64]) -> None:
+    def __init__(self, values: Iterable[float] | Floats) -> None:
         array = values if isinstance(values, np.ndarray) else np.asarray(tuple(values), dtype=np.float64)
-        self.values: NDArray[np.float64] = np.array(array, dtype=np.float64)
+        self.values: Floats = np.array(array, dtype=np.float64)
         self.values.flags.writeable = False
 
     def __len__(self) -> int:
@@ -78,7 +77,7 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """The idle seconds of one rank by cause; together with its work they add up to the makespan.
+    """Idle time by cause: the seconds of one rank, which with its work add up to the makespan, or shares of a step.
 
     `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference to the
     work of the busiest rank, and `wait` is waiting for data.
@@ -186,11 +185,11 @@ class Trace:
         return float(self.ends.values.max(initial=0.0))
 
     @cached_property
-    def _compute(self) -> NDArray[np.bool_]:
+    def _compute(self) -> Bools:
         return np.isin(self.program.table.kinds, COMPUTE_KINDS)
 
     @cached_property
-    def durations(self) -> NDArray[np.float64]:
+    def durations(self) -> Floats:
         """Seconds of every action."""
         return self.ends.values - self.starts.values
 
@@ -243,6 +242,12 @@ class Trace:
             parts.append(Idle(first, inside - imbalance, imbalance, self.makespan - last))
         return tuple(parts)
 
+    @property
+    def idle_shares(self) -> Idle:
+        """Each cause's share of all ranks' time; they add up to the bubble."""
+        capacity = self.num_ranks * self.makespan or 1.0
+        return Idle(*(sum(seconds) / capacity for seconds in zip(*self.idle, strict=True)))
+
     def peak_bytes(self, rank: int) -> int:
         """The most bytes that the rank holds at any time.
 
@@ -254,12 +259,12 @@ class Trace:
         return self.memory[rank].peak
 
 
-def _in_order(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _in_order(starts: Floats, ends: Floats) -> Bools:
     """Where both times are finite and the end is not before the start."""
     return np.asarray(np.isfinite(starts) & np.isfinite(ends) & (ends >= starts))
 
 
-def _refuse(problem: str, wrong: NDArray[np.bool_], **columns: NDArray[np.float64]) -> None:
+def _refuse(problem: str, wrong: Bools, **columns: Floats) -> None:
     """Raise if any entry is wrong, with the index and the values of the first."""
     if wrong.any():
         index = int(np.argmax(wrong))

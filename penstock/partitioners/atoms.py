@@ -11,14 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Profile, TrainingState, did_you_mean
+from penstock.ir import Floats, Graph, Ints, Profile, TrainingState, did_you_mean
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 Pairs = list[tuple[int, int]]
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Partition, Placement, Profile, TrainingState, counted, is_count, listed
-from penstock.partitioners.atoms import Atoms, Floats, build_atoms, inseparable_nodes, named_groups
+from penstock.ir import Cluster, Floats, Graph, Partition, Placement, Profile, TrainingState, counted, is_count, listed
+from penstock.partitioners.atoms import Atoms, build_atoms, inseparable_nodes, named_groups
 
 _ROUNDING = 1e-9
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir import LinkRates
-from penstock.partitioners.atoms import Atoms, Floats, Incidence, Ints
+from penstock.ir import Floats, Ints, LinkRates
+from penstock.partitioners.atoms import Atoms, Incidence
 from penstock.partitioners.base import Problem
 
 

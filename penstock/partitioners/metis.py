@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import is_count
-from penstock.partitioners.atoms import Floats, Ints
+from penstock.ir import Floats, Ints, is_count
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score, division

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Placement, is_count, is_finite
-from penstock.partitioners.atoms import Atoms, Floats
+from penstock.ir import Floats, Graph, Placement, is_count, is_finite
+from penstock.partitioners.atoms import Atoms
 from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
 from penstock.partitioners.costs import CostRates, Runs
 from penstock.partitioners.score import Score, division, lower_bound

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Partition
-from penstock.partitioners.atoms import Atoms, Floats, Ints, sums
+from penstock.ir import Floats, Ints, Partition
+from penstock.partitioners.atoms import Atoms, sums
 from penstock.partitioners.base import Division, Problem
 
 

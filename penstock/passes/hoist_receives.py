@@ -8,10 +8,9 @@ longer.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, as_int, peer_of
+from penstock.ir import COMPUTE_KINDS, Codes, Ints, Kind, Program, as_int, peer_of
 from penstock.passes.base import Pass
 
 
@@ -39,7 +38,7 @@ class HoistReceives(Pass):
         return program.with_table(table.select(stays).insert(shifted, table.rank_of[recvs], table.codes[recvs]))
 
 
-def _passes_ahead(program: Program, recvs: Codes, ahead: int) -> NDArray[np.int64]:
+def _passes_ahead(program: Program, recvs: Codes, ahead: int) -> Ints:
     """The index of the action `ahead` compute actions above each receive, or the start of its rank."""
     table = program.table
     computes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
@@ -50,7 +49,7 @@ def _passes_ahead(program: Program, recvs: Codes, ahead: int) -> NDArray[np.int6
     return np.minimum(above, recvs)
 
 
-def _after_last_send(program: Program, recvs: Codes) -> NDArray[np.int64]:
+def _after_last_send(program: Program, recvs: Codes) -> Ints:
     """The index after the last Send, above each receive, from its rank to the rank it receives from."""
     table, ranks = program.table, np.asarray(program.placement.ranks)
     messages = np.flatnonzero((table.kinds == Kind.SEND) | (table.kinds == Kind.RECV))

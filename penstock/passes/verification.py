@@ -12,13 +12,14 @@ both ends of this one are issued: it is delivered as well, and L is also a run o
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir import (
+    PASS_NAMES,
     Codes,
     Dependencies,
     Fact,
+    Ints,
     Kind,
     Needs,
     Program,
@@ -32,13 +33,11 @@ from penstock.ir import (
     walk_passes,
 )
 
-Indices = NDArray[np.int64]
 _FACT_NAMES = {Fact.OUTPUT: "forward", Fact.INPUT_GRADIENT: "input gradient", Fact.WEIGHT_GRADIENT: "weight gradient"}
 _MAKERS = {Fact.OUTPUT: "F", Fact.INPUT_GRADIENT: "I", Fact.WEIGHT_GRADIENT: "W"}
 _NUM_NAMED = 6
 """missing actions that an error names"""
-_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-_USERS = (*_PASSES, Kind.SEND, Kind.RECV)
+_USERS = (*PASS_NAMES, Kind.SEND, Kind.RECV)
 """actions that use the tensors of a (stage, microbatch)"""
 _CONTEXT = 4
 """actions shown before and after the blocked one"""
@@ -132,17 +131,17 @@ class _Messages:
         crossing = dependencies.where(rank[dependencies.waiter] != rank[dependencies.needed])
         keys = self._key(crossing.source, crossing.target, crossing.microbatch)
         sequence = np.argsort(keys)
-        self.keys: Indices = keys[sequence]
-        self.maker: Indices = crossing.needed[sequence]
-        self.user: Indices = crossing.waiter[sequence]
+        self.keys: Ints = keys[sequence]
+        self.maker: Ints = crossing.needed[sequence]
+        self.user: Ints = crossing.waiter[sequence]
         self.send = self._find(program, Kind.SEND)
         self.recv = self._find(program, Kind.RECV)
 
-    def _key(self, source: Codes, target: Codes, microbatch: Codes) -> Indices:
+    def _key(self, source: Codes, target: Codes, microbatch: Codes) -> Ints:
         stages, microbatches = self._sizes
         return (source * stages + target) * microbatches + microbatch
 
-    def _find(self, program: Program, kind: Kind) -> Indices:
+    def _find(self, program: Program, kind: Kind) -> Ints:
         """Per key the index of the program's Send or Recv; raises for unknown and repeated ones."""
         table = program.table
         index = np.flatnonzero(table.kinds == kind)
@@ -259,7 +258,7 @@ def _check_shards(program: Program) -> None:
     moves = np.isin(passes.kind, (Kind.UNSHARD, Kind.RESHARD))
     if not moves.any():
         return
-    chosen = np.flatnonzero(moves | np.isin(passes.kind, _PASSES))
+    chosen = np.flatnonzero(moves | np.isin(passes.kind, list(PASS_NAMES)))
     chosen = chosen[np.lexsort((passes.index[chosen], passes.stage[chosen]))]
     kind, stage = passes.kind[chosen], passes.stage[chosen]
     change = np.where(kind == Kind.UNSHARD, 1, np.where(kind == Kind.RESHARD, -1, 0))

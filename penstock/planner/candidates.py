@@ -30,7 +30,7 @@ from penstock.partitioners import find as find_partitioner
 from penstock.passes import lower, verify
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
-from penstock.schedules import SCHEDULES, build, build_on, find
+from penstock.schedules import SCHEDULES, build, build_on
 from penstock.simulate import simulate
 
 GIVEN = "given"
@@ -388,7 +388,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPla
         # Schedules that split the backward first: they are mostly faster.
         names = sorted(SCHEDULES, key=lambda name: not SCHEDULES[name].splits_backward)
     else:
-        names = [find(str(asked)).name]
+        names = [str(asked)]
 
     def freed_per_second(stage: int) -> float:
         plain, again = (each.kept_bytes for each in (layout.plain_costs, layout.recomputed_costs))
@@ -411,8 +411,13 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPla
             # Certified at the end: the bound of a plan that does not fit is not used.
             more = replace(layout.recomputing(tuple(flags)), is_certified=False)
             found = _plan_with_schedule(more, name, asked)
+        if found is not None and layout.is_certified and not found.layout.is_certified:
+            certified = replace(found.layout, is_certified=True)
+            bound = min(certified.bound, found.plan.predicted.makespan)
+            predicted = replace(found.plan.predicted, lower_bound=bound)
+            found = LayoutPlan(replace(found.plan, predicted=predicted), certified)
         if found is not None:
-            yield _certified(found) if layout.is_certified else found
+            yield found
 
 
 def synthesised_plan(layout: StageLayout, budget_seconds: float) -> LayoutPlan:
@@ -427,15 +432,6 @@ def _plan_with_schedule(layout: StageLayout, name: str, asked: object) -> Layout
         return LayoutPlan(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
     return LayoutPlan(layout.plan(built, name), layout) if built is not None else None
-
-
-def _certified(found: LayoutPlan) -> LayoutPlan:
-    """The plan with its lower bound, if that was left out."""
-    if found.layout.is_certified:
-        return found
-    layout, predicted = replace(found.layout, is_certified=True), found.plan.predicted
-    bound = min(layout.bound, predicted.makespan)
-    return LayoutPlan(replace(found.plan, predicted=replace(predicted, lower_bound=bound)), layout)
 
 
 def excess_bytes(plan: Plan) -> int:

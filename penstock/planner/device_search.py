@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import FitError, PenstockError, PlanError
 from penstock.ir import (
     Cluster,
     DeviceLayout,
+    Floats,
     Kind,
     LinkSpeed,
     Plan,
@@ -376,7 +376,7 @@ class _RankModel:
     options: PlanOptions
 
     @cached_property
-    def node_seconds(self) -> NDArray[np.float64]:
+    def node_seconds(self) -> Floats:
         """Forward and backward of the nodes that compute, the longest first; recomputation included if it is full."""
         again = 1.0 if self.options.recompute == "full" else 0.0
         found = [

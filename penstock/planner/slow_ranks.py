@@ -17,6 +17,8 @@ import numpy as np
 from penstock.ir import (
     COMPUTE_KINDS,
     NODE_SECONDS,
+    Bools,
+    Floats,
     Kind,
     Node,
     NodeBytes,
@@ -33,7 +35,6 @@ from penstock.passes import lower
 from penstock.planner.candidates import Measured
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
-from penstock.planner.synthesis.pass_table import Bools, Floats
 from penstock.schedules import SCHEDULES
 from penstock.simulate import simulate
 

@@ -12,10 +12,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import RunError
-from penstock.ir import PASS_NAMES, Kind, Plan, Trace, microbatch_of, stage_of
+from penstock.ir import PASS_NAMES, Floats, Kind, Plan, Trace, microbatch_of, stage_of
 from penstock.passes import lower
 from penstock.planner.resize import resized_schedule
 from penstock.simulate import Makespans
@@ -120,7 +119,7 @@ class TokenCosts:
         self._moments: dict[tuple[int, int], list[list[float]]] = {}
         """by kind and stage the sums of the products of (constant, tokens, pairs, seconds), each divided by seconds"""
 
-    def seconds(self, groups: Sequence[TokenGroup]) -> NDArray[np.float64]:
+    def seconds(self, groups: Sequence[TokenGroup]) -> Floats:
         """Seconds by kind, stage and microbatch."""
         tokens = np.asarray([float(group.tokens) for group in groups])
         pairs = np.asarray([float(group.tokens * group.length) for group in groups])

@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 from penstock.errors import FormatError
-from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
+from penstock.ir import MAX_JSON_BYTES, ComputeAction, Run, Trace, from_json
 from penstock.planner.training_traces import (
-    PASS_ACTIONS,
     RecordedPass,
     RecordedStep,
     RecordedTraining,
@@ -260,17 +259,21 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTr
             for stage, order in enumerate(schedule.orders):
                 rank = ranks[stage * num_replicas + replica]
                 for place, action in enumerate(order):
-                    name = "F" if isinstance(action, PASS_ACTIONS["F"]) else "B"
-                    if (name, rank) not in each:
-                        raise FormatError("the log lacks a timer", file=path, rank=rank, timer=name)
-                    taken = each[name, rank] / microbatches
-                    passes.append(
-                        RecordedPass(stage, name, stage, getattr(action, "microbatch", 0), float(place), taken)
-                    )
+                    assert isinstance(action, ComputeAction)
+                    if (action.letter, rank) not in each:
+                        raise FormatError("the log lacks a timer", file=path, rank=rank, timer=action.letter)
+                    taken = each[action.letter, rank] / microbatches
+                    passes.append(RecordedPass(stage, action.letter, stage, action.microbatch, float(place), taken))
             steps.append(RecordedStep(number, replica, tuple(passes)))
     recording = RecordedTraining(str(path), tuple(steps))
+    # A log has durations only: passes are put where the simulation has them.
+    timed = []
+    for step in recording.steps:
+        trace = recording.run(step.schedule, step.costs)
+        timed.append(replace(step, passes=recording_of_traces(recording.source, [trace]).steps[0].passes))
     known = tuple(seconds for seconds, _ in iterations if seconds is not None)
-    return _with_simulated_starts(recording, known if len(known) == len(iterations) else ())
+    step_seconds = known if len(known) == len(iterations) else ()
+    return RecordedTraining(recording.source, tuple(timed), step_seconds=step_seconds)
 
 
 def _megatron_timers(path: Path, text: str) -> list[tuple[float | None, dict[tuple[str, int], float]]]:
@@ -295,12 +298,3 @@ def _megatron_timers(path: Path, text: str) -> list[tuple[float | None, dict[tup
         problem = "the log has only the range over all ranks" if has_ranges else "the log has no timers of passes"
         raise FormatError(problem, file=path, hint=hint)
     return found
-
-
-def _with_simulated_starts(recording: RecordedTraining, step_seconds: tuple[float, ...]) -> RecordedTraining:
-    """The recording with passes at their simulated times, as a log has durations only."""
-    steps = []
-    for each in recording.steps:
-        trace = recording.run(each.schedule, each.costs)
-        steps.append(replace(each, passes=recording_of_traces(recording.source, [trace]).steps[0].passes))
-    return RecordedTraining(recording.source, tuple(steps), 0.0, 0.0, step_seconds)

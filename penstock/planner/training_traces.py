@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir import (
+    PASS_ACTIONS,
     PASS_NAMES,
-    Backward,
     Cluster,
-    Forward,
-    InputGrad,
+    ComputeAction,
     Kind,
     MessageCost,
     Placement,
@@ -24,7 +23,6 @@ from penstock.ir import (
     Schedule,
     StageCosts,
     Trace,
-    WeightGrad,
 )
 from penstock.passes import lower
 from penstock.planner.synthesis import ScheduleProblem
@@ -32,9 +30,6 @@ from penstock.planner.synthesis.evaluate import evaluate
 from penstock.planner.synthesis.problem import RankOrders, rank_orders, to_schedule
 from penstock.simulate import simulate
 
-PASS_ACTIONS = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
-"""the kinds of passes that a recording may have, by their letter"""
-_LETTERS = {kind.kind: letter for letter, kind in PASS_ACTIONS.items()}
 _MAX_SECONDS = 1e10
 """more than the seconds since 1970, which starts may be counted from"""
 _HINT = (
@@ -48,7 +43,7 @@ class RecordedPass(NamedTuple):
 
     rank: int
     kind: str
-    """one of PASS_ACTIONS"""
+    """a letter of PASS_ACTIONS"""
     stage: int
     microbatch: int
     start: float
@@ -299,12 +294,8 @@ def recording_of_traces(source: str, traces: Iterable[Trace]) -> RecordedTrainin
         for rank, action, start, end in trace.spans:
             if action.kind is Kind.OVERLAP:
                 raise FormatError("overlapped pairs of passes cannot be taken apart", action=str(action))
-            if action.kind in _LETTERS:
-                passes.append(
-                    RecordedPass(
-                        rank, _LETTERS[action.kind], action.stage, getattr(action, "microbatch", 0), start, end - start
-                    )
-                )
+            if isinstance(action, ComputeAction):
+                passes.append(RecordedPass(rank, action.letter, action.stage, action.microbatch, start, end - start))
         steps.append(RecordedStep(number, 0, tuple(passes)))
         delays += [each.end - each.start for each in trace.transfers]
     # The shortest: others may include waiting for the receiver.

@@ -42,7 +42,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Straggler:
-    """A stage or a replica of the recording."""
+    """A stage or a replica of the recording, with what its speed costs; a straggler only if it is slow."""
 
     kind: str
     """ "stage" or "replica" """
@@ -186,11 +186,8 @@ def _mean_step(recording: RecordedTraining, seconds: Callable[[RecordedStep], fl
 
 def _bubble(recording: RecordedTraining) -> tuple[tuple[str, float], ...]:
     """The mean idle share of the ranks' time by cause, over pipelines at equal distances in the recording."""
-    shares = []
-    for each in recording.steps[:: -(-len(recording.steps) // _MOST_TRACES)]:
-        trace = recording.run(each.schedule, each.costs)
-        capacity = trace.num_ranks * trace.makespan or 1.0
-        shares.append([sum(column) / capacity for column in zip(*trace.idle, strict=True)])
+    chosen = recording.steps[:: -(-len(recording.steps) // _MOST_TRACES)]
+    shares = [recording.run(each.schedule, each.costs).idle_shares for each in chosen]
     return tuple(zip(_CAUSES, map(fmean, zip(*shares, strict=True)), strict=True))
 
 

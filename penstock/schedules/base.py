@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
@@ -13,6 +12,7 @@ from penstock.ir import (
     MAX_MICROBATCHES,
     MAX_STAGES,
     Codes,
+    Ints,
     Kind,
     Schedule,
     StageCosts,
@@ -99,7 +99,7 @@ def staggered(*columns: tuple[Codes, int]) -> Codes:
     return grid[grid >= 0]
 
 
-def passes(kind: Kind, stages: int | NDArray[np.int64], microbatches: int | NDArray[np.int64]) -> Codes:
+def passes(kind: Kind, stages: int | Ints, microbatches: int | Ints) -> Codes:
     """Passes of one kind; an int for microbatches means all of them in ascending order."""
     return pack(kind, stages, np.arange(microbatches) if isinstance(microbatches, int) else microbatches)
 

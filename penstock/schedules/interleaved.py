@@ -14,9 +14,8 @@ For 2 ranks and 4 microbatches:
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import Kind, Orders, Placement, Schedule
+from penstock.ir import Ints, Kind, Orders, Placement, Schedule
 from penstock.schedules.base import Scheduler, passes, staggered
 
 
@@ -54,7 +53,7 @@ class Rounds:
     stages_per_rank: int
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """Microbatches of each round."""
         count = max(1, self.microbatches // self.ranks)
         return np.array([part.size for part in np.array_split(np.arange(self.microbatches), count)])
@@ -64,7 +63,7 @@ class Rounds:
         """Number of forwards that a rank runs before the first one of its last stage."""
         return (self.stages_per_rank - 1) * int(self.sizes[0])
 
-    def sequence(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sequence(self) -> tuple[Ints, Ints]:
         """The sequence of forwards: stages of the rank, counted from 0, and numbers of microbatches."""
         last = np.cumsum(self.sizes)
         rounds = [np.arange(end - size, end) for size, end in zip(self.sizes, last, strict=True)]

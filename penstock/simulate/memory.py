@@ -10,25 +10,21 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import Curve, Fact, Kind, Program, Series, StageCosts, microbatch_of, peer_of, stage_of
+from penstock.ir import Curve, Fact, Floats, Ints, Kind, Program, Series, StageCosts, microbatch_of, peer_of, stage_of
 
-Indices = NDArray[np.int64]
 _START, _END = 0, 1
 
 
 class Changes(NamedTuple):
     """Bytes allocated (above 0) or freed at the start or at the end of the action with index `at`."""
 
-    at: Indices
-    side: Indices
-    amount: NDArray[np.float64]
+    at: Ints
+    side: Ints
+    amount: Floats
 
 
-def memory_curves(
-    program: Program, costs: StageCosts, starts: NDArray[np.float64], ends: NDArray[np.float64]
-) -> tuple[Curve, ...]:
+def memory_curves(program: Program, costs: StageCosts, starts: Floats, ends: Floats) -> tuple[Curve, ...]:
     """One curve per rank, which starts at the parameters, gradients and optimizer state that the rank always holds."""
     changes = _join([_activations(program, costs), _buffers(program, costs)])
     # At one moment of an action, frees go before allocations.
@@ -42,7 +38,7 @@ def memory_curves(
     )
 
 
-def _curve(base: int, seconds: NDArray[np.float64], amount: NDArray[np.float64]) -> Curve:
+def _curve(base: int, seconds: Floats, amount: Floats) -> Curve:
     """The bytes after each moment, starting at `base`.
 
     Changes of one moment take no time, so a dip between them is left out. A peak above the bytes before and after the

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Seconds = NDArray[np.float64]
+from penstock.ir import Floats
+
 _SAME_TIME = 1 + 1e-9
 """passes whose remaining seconds differ by less than this factor end together"""
 
@@ -34,9 +34,9 @@ class Message(NamedTuple):
 class PassTimes(NamedTuple):
     """When every pass started and ended, and when every message arrived."""
 
-    starts: Seconds
-    ends: Seconds
-    arrived: Seconds
+    starts: Floats
+    ends: Floats
+    arrived: Floats
 
 
 def run_on_shared_cores(

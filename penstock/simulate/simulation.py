@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     COMPUTE_KINDS,
     Cluster,
+    Floats,
+    Ints,
     Kind,
     Needs,
     Program,
@@ -35,9 +36,6 @@ from penstock.ir import (
 )
 from penstock.simulate.memory import memory_curves
 from penstock.simulate.shared_cores import Message, PassTimes, run_on_shared_cores
-
-Indices = NDArray[np.int64]
-Seconds = NDArray[np.float64]
 
 
 def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
@@ -102,7 +100,7 @@ class Makespans:
         """Number of passes and messages, to which the time of a call is proportional."""
         return len(self._order.computes) + len(self._microbatches)
 
-    def __call__(self, by_kind: Seconds, size_factors: Seconds) -> float:
+    def __call__(self, by_kind: Floats, size_factors: Floats) -> float:
         """The makespan in seconds; `size_factors` has an entry per microbatch."""
         seconds = look_up_seconds(self._table, by_kind, self._overlap)[self._order.computes]
         occupied = self._order.messages.seconds * size_factors[self._microbatches]
@@ -129,16 +127,16 @@ def _check_messages(program: Program) -> None:
 class _Messages(NamedTuple):
     """The messages of a program, link by link in the order of their Sends."""
 
-    send: Indices
+    send: Ints
     """index of the Send"""
-    before_send: Indices
+    before_send: Ints
     """the last pass of its rank before the Send; -1 if there is none"""
-    user: Indices
+    user: Ints
     """the pass that uses the values"""
-    link: Indices
-    seconds: Seconds
+    link: Ints
+    seconds: Floats
     """for which it occupies its link"""
-    latency: Seconds
+    latency: Floats
 
 
 class _FixedOrder:
@@ -170,7 +168,7 @@ class _FixedOrder:
             rates.latency,
         )
 
-    def run(self, seconds: Seconds, occupied: Seconds) -> PassTimes:
+    def run(self, seconds: Floats, occupied: Floats) -> PassTimes:
         """The times of all passes and messages: `seconds` per pass, `occupied` seconds of its link per message.
 
         Raises:
@@ -210,8 +208,8 @@ class _FixedOrder:
 
 
 def _add_reductions(
-    program: Program, costs: StageCosts, replicas: Replicas, starts: Seconds, ends: Seconds
-) -> tuple[Seconds, Seconds]:
+    program: Program, costs: StageCosts, replicas: Replicas, starts: Floats, ends: Floats
+) -> tuple[Floats, Floats]:
     """Starts and ends with the time of every Reduce: a rank reduces one stage after another beside its passes."""
     places = np.flatnonzero(program.table.kinds == Kind.REDUCE)
     if replicas.count == 1 or not len(places):

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import COMPUTE_KINDS, Kind, Passes, Trace
+from penstock.ir import COMPUTE_KINDS, Floats, Ints, Kind, Passes, Trace
 
 LETTERS = {
     Kind.FORWARD: "F",
@@ -37,7 +36,7 @@ class Bars:
 
     trace: Trace
     passes: Passes
-    half: NDArray[np.int64]
+    half: Ints
     """WHOLE, or UPPER for the forward and LOWER for the backward of an overlapped pair"""
 
     @classmethod
@@ -57,22 +56,22 @@ class Bars:
         return len(self.half)
 
     @cached_property
-    def rank(self) -> NDArray[np.int64]:
+    def rank(self) -> Ints:
         """The rank of each bar."""
         return self.trace.program.table.rank_of[self.passes.index]
 
     @cached_property
-    def start(self) -> NDArray[np.float64]:
+    def start(self) -> Floats:
         """The start of each bar, in seconds."""
         return self.trace.starts.values[self.passes.index]
 
     @cached_property
-    def end(self) -> NDArray[np.float64]:
+    def end(self) -> Floats:
         """The end of each bar, in seconds."""
         return self.trace.ends.values[self.passes.index]
 
     @cached_property
-    def chunk_of_stage(self) -> NDArray[np.int64]:
+    def chunk_of_stage(self) -> Ints:
         """The position of each stage among the stages of its rank: 0 for the first."""
         chunk = np.zeros(self.trace.program.num_stages, dtype=np.int64)
         for stages in self.trace.program.placement.stages:
@@ -80,7 +79,7 @@ class Bars:
         return chunk
 
     @cached_property
-    def chunk(self) -> NDArray[np.int64]:
+    def chunk(self) -> Ints:
         """The position of each bar's stage among the stages of its rank."""
         return self.chunk_of_stage[self.passes.stage]
 
@@ -116,9 +115,7 @@ class Bars:
         stages = self.passes.stage.tolist()
         return tuple(f"{stage}{label}" for stage, label in zip(stages, self.short_labels, strict=True))
 
-    def coverage(
-        self, step: float, columns: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    def coverage(self, step: float, columns: int) -> tuple[Ints, Ints, Ints, Floats]:
         """How bars fill equal steps of time: per bar and step that it touches, four columns.
 
         These are the bar, its row (2r for rank r, 2r + 1 for the lower bars of its pairs), the step, and the

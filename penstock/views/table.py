@@ -88,13 +88,12 @@ class Summary(NamedTuple):
 
 def summary(trace: Trace) -> Summary:
     """The metrics of a trace."""
-    capacity = trace.num_ranks * trace.makespan or 1.0
     return Summary(
         makespan=trace.makespan,
         span=trace.span,
         bubble=trace.bubble,
         span_bubble=trace.span_bubble,
-        idle=Idle(*(sum(parts) / capacity for parts in zip(*trace.idle, strict=True))),
+        idle=trace.idle_shares,
         in_flight=max(in_flight(trace)),
         peak_bytes=max(trace.peak_bytes(rank) for rank in range(trace.num_ranks)),
         num_messages=len(trace.sent),

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console, ConsoleOptions
 from rich.style import Style
 from rich.text import Text
 
-from penstock.ir import Trace, percent_text, seconds_text
+from penstock.ir import Ints, Trace, percent_text, seconds_text
 from penstock.views import palette
 from penstock.views.bars import LETTERS, ROUNDING, WORDS, Bars
 from penstock.views.base import RichView, Traces, check_positive, printed, traces_by_name
@@ -122,7 +121,7 @@ def common_step(bars: Bars) -> float | None:
     return makespan / round(makespan / step)
 
 
-def _largest_cells(bars: Bars, step: float, columns: int) -> NDArray[np.int64]:
+def _largest_cells(bars: Bars, step: float, columns: int) -> Ints:
     """Per row and step the bar that fills most of it, or IDLE where most of it is idle."""
     owner, row, column, filled = bars.coverage(step, columns)
     place = row * columns + column
@@ -135,7 +134,7 @@ def _largest_cells(bars: Bars, step: float, columns: int) -> NDArray[np.int64]:
     return grid.reshape(2 * bars.trace.num_ranks, columns)
 
 
-def _proportional_cells(bars: Bars, step: float, columns: int) -> NDArray[np.int64]:
+def _proportional_cells(bars: Bars, step: float, columns: int) -> Ints:
     """The same rows for steps longer than passes: every kind of every stage fills cells in proportion to its time.
 
     Along a row, each kind and idle time accumulate their share of every cell; the cell shows the largest sum, which

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir import Placement
-from penstock.partitioners.atoms import Floats, Ints
+from penstock.ir import Floats, Ints, Placement
 from penstock.partitioners.costs import Box, CandidateCosts, CostRates, Runs
 from penstock.partitioners.search.limits import boundary_ranges, least_load, limit_test, round_up
 

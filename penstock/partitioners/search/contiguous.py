@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Floats, Ints
+from penstock.ir import Floats, Ints
+from penstock.partitioners.atoms import Atoms
 from penstock.partitioners.base import Problem
 from penstock.partitioners.costs import Box, CandidateCosts, CostRates, Runs
 from penstock.partitioners.score import Score

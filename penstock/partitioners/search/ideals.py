@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Bools, Floats, Incidence, Ints
+from penstock.ir import Bools, Floats, Ints
+from penstock.partitioners.atoms import Atoms, Incidence
 from penstock.partitioners.costs import CandidateCosts
 from penstock.partitioners.search.contiguous import Level, Levels
 

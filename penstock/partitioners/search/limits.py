@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.ir import Placement
-from penstock.partitioners.atoms import Bools, Floats, Ints
+from penstock.ir import Bools, Floats, Ints, Placement
 from penstock.partitioners.costs import RunWeights
 
 _NOWHERE = 1 << 60

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Bools, Floats, Ints, grouped
+from penstock.ir import Bools, Floats, Ints
+from penstock.partitioners.atoms import Atoms, grouped
 from penstock.partitioners.score import Score
 
 _ROUNDS = 6

@@ -1,11 +1,11 @@
 """Searches partitions: cuts of several topological orders, and multilevel coarsening and refinement of atoms."""
 
 import heapq
-from collections.abc import Callable
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Bools, Floats, Ints
+from penstock.ir import Bools, Floats, Ints
+from penstock.partitioners.atoms import Atoms
 from penstock.partitioners.base import Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score
@@ -76,21 +76,15 @@ def join_idle_atoms(atoms: Atoms, at_least: int) -> Ints:
 
     In seconds no partition is lost that way, unless fewer than `at_least` groups are left; then none are joined.
     """
-
-    def is_idle_pair(current: Atoms, source: Ints, target: Ints) -> Bools:
-        inputs = current.input_only
-        # An atom alone in a stage also runs the input-only nodes that it needs; the last one reads the outputs.
-        needed = np.bincount(inputs.uses.atom, inputs.seconds[inputs.uses.item], minlength=len(current) + 1)
-        is_idle = current.seconds + needed[: len(current)] == 0
-        joined: Bools = (is_idle[source] & _has_one_reader(current)[source]) | (
-            is_idle[target] & _has_one_source(current)[target]
-        )
-        return joined
-
     group = np.arange(len(atoms))
     while True:
         current = atoms.merged(group)
-        found = _match(current, is_idle_pair)
+        edges, inputs = current.edges, current.input_only
+        # An atom alone in a stage also runs the input-only nodes that it needs; the last one reads the outputs.
+        needed = np.bincount(inputs.uses.atom, inputs.seconds[inputs.uses.item], minlength=len(current) + 1)
+        is_idle = current.seconds + needed[: len(current)] == 0
+        has_one_reader, has_one_source = _single_neighbours(current)
+        found = _match(current, (is_idle & has_one_reader)[edges.item] | (is_idle & has_one_source)[edges.atom])
         if int(found.max()) + 1 == len(current):
             return group
         if int(found.max()) + 1 < at_least:
@@ -100,18 +94,18 @@ def join_idle_atoms(atoms: Atoms, at_least: int) -> Ints:
 
 def pair_up(atoms: Atoms, heaviest: float) -> Ints:
     """Returns a group per atom: pairs no heavier than `heaviest` together, and single atoms."""
-
-    def fits(current: Atoms, source: Ints, target: Ints) -> Bools:
-        is_safe = _has_one_reader(current)[source] | _has_one_source(current)[target]
-        return is_safe & (current.seconds[source] + current.seconds[target] <= heaviest)
-
-    return _match(atoms, fits)
+    edges, (has_one_reader, has_one_source) = atoms.edges, _single_neighbours(atoms)
+    is_safe = has_one_reader[edges.item] | has_one_source[edges.atom]
+    return _match(atoms, is_safe & (atoms.seconds[edges.item] + atoms.seconds[edges.atom] <= heaviest))
 
 
-def _match(atoms: Atoms, allowed: Callable[[Atoms, Ints, Ints], Bools]) -> Ints:
-    """Groups of one or two atoms, numbered in an order in which they can run; edges with most bytes come first."""
+def _match(atoms: Atoms, is_allowed: Bools) -> Ints:
+    """Groups of one or two atoms, numbered in an order in which they can run; `is_allowed` has an entry per edge.
+
+    Of the allowed edges, those with most bytes come first.
+    """
     edges = atoms.edges
-    chosen = np.flatnonzero(allowed(atoms, edges.item, edges.atom))
+    chosen = np.flatnonzero(is_allowed)
     source, target = edges.item[chosen], edges.atom[chosen]
     by_bytes = np.argsort(-atoms.edge_bytes[chosen], kind="stable")
     partner = np.arange(len(atoms))
@@ -126,14 +120,10 @@ def _match(atoms: Atoms, allowed: Callable[[Atoms, Ints, Ints], Bools]) -> Ints:
     return _topological(followers, np.bincount(group_edges[1], minlength=number), np.arange(number))[group]
 
 
-def _has_one_reader(atoms: Atoms) -> Bools:
-    once: Bools = np.bincount(atoms.edges.item, minlength=len(atoms)) == 1
-    return once
-
-
-def _has_one_source(atoms: Atoms) -> Bools:
-    once: Bools = np.bincount(atoms.edges.atom, minlength=len(atoms)) == 1
-    return once
+def _single_neighbours(atoms: Atoms) -> tuple[Bools, Bools]:
+    """Whether each atom has a single reader, and whether it has a single source."""
+    readers, sources = (np.bincount(ends, minlength=len(atoms)) for ends in (atoms.edges.item, atoms.edges.atom))
+    return readers == 1, sources == 1
 
 
 def other_orders(atoms: Atoms, number: int) -> list[Ints]:

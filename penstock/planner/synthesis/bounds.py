@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner.synthesis.pass_table import Floats, Ints, PassNeed, PassTable
+from penstock.ir import Floats, Ints
+from penstock.planner.synthesis.pass_table import PassNeed, PassTable
 from penstock.planner.synthesis.problem import ScheduleProblem
 
 _CAUTION = 1e-9

@@ -36,7 +36,8 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
     """Runs every pass as soon as its rank and its inputs allow."""
     num_stages, count = problem.placement.num_stages, problem.num_microbatches
     # By stage and microbatch, inputs first and then returning gradients: messages that are missing, when the rest came.
-    missing = [len(n) for side in (problem.producers, problem.gradient_sources) for n in side for _ in range(count)]
+    sources = (*problem.cuts.producers, *problem.cuts.gradient_consumers)
+    missing = [len(stages) for stages in sources for _ in range(count)]
     ready = [0.0] * len(missing)
     done = [0] * (2 * num_stages)
     free = [0.0] * problem.num_links
@@ -153,7 +154,7 @@ def critical_chain(problem: ScheduleProblem, orders: RankOrders, ends: list[list
         else:
             stage, is_forward = pass_id >> 2, pass_id & 3 == F
             microbatch = places[stage, is_forward].index((rank, place))
-            sources = problem.producers[stage] if is_forward else problem.gradient_sources[stage]
+            sources = (problem.cuts.producers if is_forward else problem.cuts.gradient_consumers)[stage]
             if not sources:
                 return chain
             found = [places[source, is_forward][microbatch] for source in sources]

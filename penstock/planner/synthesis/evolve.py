@@ -14,11 +14,12 @@ from math import inf
 
 import numpy as np
 
+from penstock.ir import Floats, Ints
 from penstock.planner.synthesis.bounds import earliest_starts
 from penstock.planner.synthesis.evaluate import durations, evaluate
 from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio, steady_rule
 from penstock.planner.synthesis.local_search import MOVE_EFFORT, Goal, polish
-from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, Floats, Ints, PassTable
+from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, PassTable
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, W, peak_bytes
 
 _RULES = (12, 240)
@@ -83,7 +84,8 @@ def _refine(base: "Pool", goal: Goal) -> "Pool":
     elite, island = base, 0
     while not goal.is_over(elite.best):
         founders = elite if island % 3 == 2 else base.sample(_FOUNDERS, island)
-        pool = _Island(base.table, children, island).run(founders, goal)
+        # Seeds are counted, not drawn: the same problem always gets the same order.
+        pool = _evolved(founders, children, island, goal)
         orders = polish(problem, pool.orders(), moves, goal)
         elite = elite.joined(pool, _KEPT).joined(Pool.of_orders(base.table, [orders]), _KEPT)
         island += 1
@@ -182,43 +184,35 @@ def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     return found
 
 
-class _Island:
-    """Generations of one pool, alternately mirrored and forwards."""
+def _evolved(pool: Pool, children: int, seed: int, goal: Goal) -> Pool:
+    """The pool after all generations, mirrored and forwards in turn, or when the goal is met or the effort spent."""
+    directions = (Greedy(pool.table.mirrored()), Greedy(pool.table))
+    random = np.random.default_rng(seed)
+    for generation in range(_GENERATIONS):
+        if goal.is_over(pool.best):
+            break
+        goal.spend(children * pool.table.num_passes)
+        greedy = directions[generation % 2]
+        runs = greedy.run(_child_rules(greedy.table, pool, children, random))
+        pool = pool.joined(Pool.of_runs(greedy.table, runs), _KEPT)
+    return pool
 
-    def __init__(self, table: PassTable, children: int, seed: int) -> None:
-        self.directions = (Greedy(table.mirrored()), Greedy(table))
-        self.children = children
-        self.pace = table.busiest_seconds
-        # Seeds are counted, not drawn: the same problem always gets the same order.
-        self.random = np.random.default_rng(seed)
 
-    def run(self, pool: Pool, goal: Goal) -> Pool:
-        """Returns the pool after all generations, or when the goal is met or the effort spent."""
-        for generation in range(_GENERATIONS):
-            if goal.is_over(pool.best):
-                break
-            goal.spend(self.children * pool.table.num_passes)
-            greedy = self.directions[generation % 2]
-            runs = greedy.run(self._rules(greedy.table, pool))
-            pool = pool.joined(Pool.of_runs(greedy.table, runs), _KEPT)
-        return pool
-
-    def _rules(self, table: PassTable, pool: Pool) -> Rules:
-        """Rules of a generation: the starts of good orders as priorities, with noise; better parents more often."""
-        random, count = self.random, self.children
-        parents = (random.random(count) ** 1.5 * len(pool)).astype(np.int64)
-        keys = pool.starts[parents]
-        if table.is_mirrored:
-            own = pool.table
-            ends = (keys + own.by_microbatch + own.after[own.rank][:, None]).max(axis=(1, 2))
-            keys = own.mirror_starts(keys, ends)
-        back = self.pace * random.choice(_HELD_BACK, (count, 1, 1))
-        releases = np.where((table.allocated > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)
-        patience = random.choice((*PATIENCE, 1.0), count) * table.seconds.mean()
-        # Noise on whole rows, on single passes, or on both.
-        which, rows = random.random((count, 1, 1)), (count, keys.shape[1], 1)
-        by_row = random.normal(size=rows) * (random.random(rows) < 0.3) * (which < 0.5)
-        by_pass = random.normal(size=keys.shape) * (random.random(keys.shape) < 0.2) * (which > 0.3)
-        noise = (by_row + by_pass) * (self.pace * 10 ** random.uniform(-1.5, 0.0, (count, 1, 1)))
-        noise[:_UNCHANGED] = 0.0
-        return Rules(keys + noise, releases, patience)
+def _child_rules(table: PassTable, pool: Pool, count: int, random: np.random.Generator) -> Rules:
+    """Rules of a generation: the starts of good orders as priorities, with noise; better parents more often."""
+    parents = (random.random(count) ** 1.5 * len(pool)).astype(np.int64)
+    keys = pool.starts[parents]
+    own, pace = pool.table, pool.table.busiest_seconds
+    if table.is_mirrored:
+        ends = (keys + own.by_microbatch + own.after[own.rank][:, None]).max(axis=(1, 2))
+        keys = own.mirror_starts(keys, ends)
+    back = pace * random.choice(_HELD_BACK, (count, 1, 1))
+    releases = np.where((table.allocated > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)
+    patience = random.choice((*PATIENCE, 1.0), count) * table.seconds.mean()
+    # Noise on whole rows, on single passes, or on both.
+    which, rows = random.random((count, 1, 1)), (count, keys.shape[1], 1)
+    by_row = random.normal(size=rows) * (random.random(rows) < 0.3) * (which < 0.5)
+    by_pass = random.normal(size=keys.shape) * (random.random(keys.shape) < 0.2) * (which > 0.3)
+    noise = (by_row + by_pass) * (pace * 10 ** random.uniform(-1.5, 0.0, (count, 1, 1)))
+    noise[:_UNCHANGED] = 0.0
+    return Rules(keys + noise, releases, patience)

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.planner.synthesis.pass_table import Bools, Floats, Ints, PassTable
+from penstock.ir import Bools, Floats, Ints
+from penstock.planner.synthesis.pass_table import PassTable
 
 PATIENCE = (0.0, 0.27, 0.2, 0.1, 0.34, 0.05, 0.5)
 """time to wait for a pass with a smaller key, as a multiple of the mean seconds of a pass"""

@@ -11,14 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import Fact, Forward, InputGrad, WeightGrad, needs
+from penstock.ir import Bools, Fact, Floats, Forward, InputGrad, Ints, WeightGrad, needs
 from penstock.planner.synthesis.problem import B, F, I, OutgoingMessage, ScheduleProblem, W
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 ROWS_OF_KIND = {F: (0,), I: (1,), W: (2,), B: (1, 2)}
 """the rows of a stage that a pass of each kind fills"""
@@ -62,18 +57,14 @@ class PassTable:
     @classmethod
     def split(cls, problem: ScheduleProblem, unsplit: Collection[int] = ()) -> "PassTable":
         """Returns the table with backwards in two parts, except those of the stages in `unsplit`."""
-        seconds, allocated = list(problem.seconds), list(problem.allocated)
+        seconds, allocated = _seconds(problem), np.array(problem.allocated)[:, None]
         for stage in unsplit:
             for column in (seconds, allocated):
                 column[stage << 2 | I], column[stage << 2 | W] = column[stage << 2 | B], 0.0
-        table = replace(cls._of(problem, seconds, allocated), unsplit=frozenset(unsplit))
-        if problem.unequal_seconds is None:
-            return table
-        by_id = np.array(problem.unequal_seconds)
-        for stage in unsplit:
-            by_id[stage << 2 | I], by_id[stage << 2 | W] = by_id[stage << 2 | B], np.zeros(1)
-        unequal = _by_row(by_id)
-        return replace(table, seconds=unequal.min(axis=1), unequal=unequal)
+        rows = _by_row(seconds)
+        table = cls._of(problem, rows.min(axis=1), _by_row(allocated)[:, 0])
+        is_unequal = problem.unequal_seconds is not None
+        return replace(table, unsplit=frozenset(unsplit), unequal=rows if is_unequal else None)
 
     @classmethod
     def least(cls, problem: ScheduleProblem) -> "PassTable":
@@ -81,22 +72,14 @@ class PassTable:
 
         If microbatches differ, every row has the least seconds and bytes of any of them, as their order is free.
         """
-        if problem.unequal_seconds is not None:
-            by_id = np.array(problem.unequal_seconds).reshape(-1, 4, problem.num_microbatches)
-            parts = np.minimum(by_id[:, I], by_id[:, B])
-            rest = np.maximum(np.minimum(by_id[:, B], by_id[:, I] + by_id[:, W]) - parts, 0.0)
-            unequal = np.stack((by_id[:, F], parts, rest), axis=1).reshape(-1, problem.num_microbatches)
-            return replace(cls.least(replace(problem, costs=problem.costs.least())), unequal=unequal)
-        seconds = list(problem.seconds)
-        for stage in range(problem.placement.num_stages):
-            whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
-            seconds[stage << 2 | I] = min(first, whole)
-            seconds[stage << 2 | W] = max(min(whole, first + second) - seconds[stage << 2 | I], 0.0)
-        return cls._of(problem, seconds, list(problem.allocated))
+        is_unequal = problem.unequal_seconds is not None
+        least = replace(problem, costs=problem.costs.least()) if is_unequal else problem
+        table = cls._of(least, _least_rows(least)[:, 0], _by_row(np.array(least.allocated)[:, None])[:, 0])
+        return replace(table, unequal=_least_rows(problem)) if is_unequal else table
 
     @classmethod
-    def _of(cls, problem: ScheduleProblem, seconds: list[float], allocated: list[float]) -> "PassTable":
-        """The table for seconds and bytes by pass id."""
+    def _of(cls, problem: ScheduleProblem, seconds: Floats, allocated: Floats) -> "PassTable":
+        """The table for seconds and bytes by row."""
         cuts = problem.cuts
         # The needs between passes of one stage, and those over messages from other stages.
         own = [
@@ -108,8 +91,7 @@ class PassTable:
         ]
         sent = (*_needs_of(problem.outputs, Fact.OUTPUT), *_needs_of(problem.gradients, Fact.INPUT_GRADIENT))
         none = np.zeros(problem.placement.num_ranks)
-        columns = _by_row(np.array([seconds, allocated]).T)
-        return cls(problem, columns[:, 0], columns[:, 1], (*own, *sent), none, none)
+        return cls(problem, seconds, allocated, (*own, *sent), none, none)
 
     def mirrored(self) -> "PassTable":
         """Returns the table in mirrored time."""
@@ -218,5 +200,19 @@ def _needs_of(sent: tuple[tuple[OutgoingMessage, ...], ...], fact: Fact) -> list
 
 def _by_row(by_pass_id: Floats) -> Floats:
     """The entries of rows from those of pass ids, both along the first axis."""
-    table = np.asarray(by_pass_id, dtype=np.float64).reshape(-1, 4, by_pass_id.shape[1])
+    table = by_pass_id.reshape(-1, 4, by_pass_id.shape[1])
     return np.ascontiguousarray(table[:, [F, I, W]]).reshape(-1, by_pass_id.shape[1])
+
+
+def _seconds(problem: ScheduleProblem) -> Floats:
+    """Seconds by pass id and microbatch; a single column if microbatches do not differ."""
+    return np.array(problem.unequal_seconds or [(each,) for each in problem.seconds])
+
+
+def _least_rows(problem: ScheduleProblem) -> Floats:
+    """By row and microbatch the least seconds of a pass; those of both parts of a backward add up to its least."""
+    seconds = _seconds(problem)
+    forward, whole, first, second = (seconds[kind::4] for kind in (F, B, I, W))
+    parts = np.minimum(first, whole)
+    rest = np.maximum(np.minimum(whole, first + second) - parts, 0.0)
+    return np.stack((forward, parts, rest), axis=1).reshape(-1, seconds.shape[1])

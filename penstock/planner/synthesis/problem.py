@@ -16,12 +16,12 @@ import numpy as np
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     MAX_MICROBATCHES,
+    PASS_NAMES,
     Cluster,
     Cuts,
     Fact,
     Forward,
     InputGrad,
-    Kind,
     Orders,
     Placement,
     Schedule,
@@ -41,8 +41,8 @@ RankOrder = list[int]
 RankOrders = list[RankOrder]
 """one per rank"""
 
-_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-F, B, I, W = map(int, _PASSES)  # noqa: E741
+# The kinds of a pass id: forward, backward, input gradient and weight gradient, as numbers below 4.
+F, B, I, W = map(int, PASS_NAMES)  # noqa: E741
 
 
 class OutgoingMessage(NamedTuple):
@@ -118,7 +118,7 @@ class ScheduleProblem:
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Seconds of a pass, by pass id; the mean if microbatches differ."""
-        rows = zip(*(self.costs.mean_seconds(kind) for kind in _PASSES), strict=True)
+        rows = zip(*(self.costs.mean_seconds(kind) for kind in PASS_NAMES), strict=True)
         return tuple(float(each) for row in rows for each in row)
 
     @cached_property
@@ -126,14 +126,14 @@ class ScheduleProblem:
         """Seconds of a pass by pass id and microbatch; None if microbatches do not differ."""
         if self.costs.num_microbatches is None:
             return None
-        rows = zip(*(self.costs.seconds(kind).tolist() for kind in _PASSES), strict=True)
+        rows = zip(*(self.costs.seconds(kind).tolist() for kind in PASS_NAMES), strict=True)
         return tuple(tuple(each) for row in rows for each in row)
 
     @cached_property
     def allocated(self) -> tuple[float, ...]:
         """Bytes that a pass allocates, by pass id; below 0 it frees them. The most if microbatches differ."""
         most = self.costs.most()
-        return tuple(np.concatenate([most.allocated(kind) for kind in _PASSES], axis=1).ravel().tolist())
+        return tuple(np.concatenate([most.allocated(kind) for kind in PASS_NAMES], axis=1).ravel().tolist())
 
     @property
     def outputs(self) -> tuple[tuple[OutgoingMessage, ...], ...]:
@@ -177,24 +177,6 @@ class ScheduleProblem:
                 sent[producer].append(message)
             found.append(tuple(map(tuple, sent)))
         return found[0], found[1]
-
-    @cached_property
-    def producers(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the stages whose output it reads."""
-        return _sources(self.outputs)
-
-    @cached_property
-    def gradient_sources(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the stages whose input gradient it waits for."""
-        return _sources(self.gradients)
-
-
-def _sources(sent: tuple[tuple[OutgoingMessage, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = [[] for _ in sent]
-    for source, messages in enumerate(sent):
-        for message in messages:
-            found[message.target].append(source)
-    return tuple(map(tuple, found))
 
 
 def rank_orders(schedule: Schedule) -> RankOrders:

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
-from numpy.typing import NDArray
 
-from penstock.ir import Kind, Span, Trace, critical_path, number_text, round_step, seconds_unit
+from penstock.ir import Ints, Kind, Span, Trace, critical_path, number_text, round_step, seconds_unit
 from penstock.views.bars import LETTERS, WORDS, Bars
 from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point, rank_label
 from penstock.views.memory import GROUND, Memory
@@ -255,7 +254,7 @@ def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
     sizes = (first.trace.program.num_stages, max(trace.program.num_microbatches for trace in traces.values()))
 
     number_of = {int(kind): number for number, kind in enumerate(kinds)}
-    shared: NDArray[np.int64] | None = None
+    shared: Ints | None = None
     entries = []
     for name, content in bars.items():
         sequence = np.lexsort((content.half, content.start, content.rank))
@@ -279,7 +278,7 @@ def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
     }
 
 
-def _trace_entry(name: str, bars: Bars, sequence: NDArray[np.int64], tick: float) -> dict[str, Any]:
+def _trace_entry(name: str, bars: Bars, sequence: Ints, tick: float) -> dict[str, Any]:
     """One trace; `sequence` orders its bars by rank and start."""
     rank = bars.rank[sequence]
     start = np.round(bars.start[sequence] / tick).astype(np.int64)

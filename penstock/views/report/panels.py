@@ -265,13 +265,13 @@ def largest_cause(trace: Trace) -> str:
     """A sentence about the largest part of the bubble."""
     if not trace.makespan:
         return ""
-    totals = [sum(column) / len(trace.idle) / trace.makespan for column in zip(*trace.idle, strict=True)]
-    if max(totals) < 5e-4:
+    shares = trace.idle_shares
+    most = max(shares)
+    if most < 5e-4:
         return "No rank is ever idle."
-    place = totals.index(max(totals))
-    name, words = CAUSES[place + 1]
-    share = percent_text(totals[place])
-    return f"Most of the bubble of {percent_text(trace.bubble)} is {name}, {words}: {share} of all ranks' time."
+    name, words = CAUSES[shares.index(most) + 1]
+    bubble = percent_text(trace.bubble)
+    return f"Most of the bubble of {bubble} is {name}, {words}: {percent_text(most)} of all ranks' time."
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
