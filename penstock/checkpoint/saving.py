@@ -287,8 +287,7 @@ class StateLayout:
                 if at in part.rows.slices:
                     dtype, shape = formats[index][name]
                     formats[index][name] = dtype, (part.rows.slices[at].size, *shape[1:])
-        groups, text = part.groups, json.dumps(formats)
-        texts = [groups.broadcast_text(text, rank) for rank in range(1 if groups.is_local else groups.num_ranks)]
+        texts = part.groups.gather_texts_in(part.groups.control, json.dumps(formats))
         everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
         # Every rank computes the same from the same texts: the first stage that has a tensor saves it.
         tensors: dict[str, TensorRecord] = {}

@@ -39,7 +39,6 @@ class Agreement:
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self.lines = tuple(lines)
         encoded = self.text.encode(errors="replace")
-        self.num_bytes = len(encoded)
         self.digest = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big", signed=True)
 
     @property
