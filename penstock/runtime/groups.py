@@ -69,6 +69,8 @@ class ProcessGroups:
         self.is_local = self.group is None
         self.own_ranks = range(self.num_ranks) if self.is_local else (self.rank,)
         """the pipeline ranks of this process"""
+        self.num_processes = 1 if self.is_local else self.num_ranks
+        """of the pipeline"""
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
         self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
         if self.peers is None:
