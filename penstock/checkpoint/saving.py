@@ -10,6 +10,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -355,10 +356,8 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     model = part.captured.model
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
-        try:
+        with suppress(TypeError, ValueError):  # not JSON: the checkpoint is complete without it
             files[CONFIG] = json_bytes({**config.to_dict(), "architectures": [type(model).__name__]})
-        except (TypeError, ValueError):
-            return files  # not JSON: the checkpoint is complete without it
     return files
 
 
