@@ -28,7 +28,7 @@ from penstock.checkpoint.directory import (
 )
 from penstock.checkpoint.loading import Loader, LoadTargets
 from penstock.checkpoint.locks import VanishedError, lock_exclusively
-from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest, step_of
+from penstock.checkpoint.manifest import check_digests, read_manifest, step_of
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader

@@ -130,7 +130,7 @@ class Loader:
 
             def verify() -> tuple[CheckpointReader, int]:
                 reader = stack.enter_context(CheckpointReader(directory))
-                return reader, reader.verify(*self._rank_and_ranks)
+                return reader, reader.verify(self._groups.rank, self._groups.num_processes)
 
             # Each rank verifies some files and reads others, so nothing is read before all files are known to be good.
             checked = self._on_all_ranks(verify, request, is_last)
@@ -167,14 +167,10 @@ class Loader:
             return result
         # Every rank returns the error of the first rank that found damage.
         text = "" if error is None else str(error)
-        texts = [self._groups.broadcast_text(text, rank) for rank in range(self._rank_and_ranks[1])]
+        texts = self._groups.gather_texts_in(self._groups.control, text)
         reasons = ((rank, text) for rank, text in enumerate(texts) if text)
         rank, reason = next(reasons, (0, "another replica cannot read it"))
         return f"{reason.splitlines()[0]} [rank {rank}]"
-
-    @property
-    def _rank_and_ranks(self) -> tuple[int, int]:
-        return (0, 1) if self._groups.is_local else (self._groups.rank, self._groups.num_ranks)
 
     def _read(self, reader: CheckpointReader, bytes_checked: int, targets: LoadTargets) -> _Pending:
         """Read and check everything that this rank needs from a checkpoint."""
@@ -184,7 +180,7 @@ class Loader:
             steps = [lambda: self._part.load_state_dict(weights), *self._restorers(reader, run, targets)]
             if targets.random:
                 # Ranks that the saved run did not have continue with the random numbers of its first rank.
-                stem = f"random-{self._rank_and_ranks[0]:03d}"
+                stem = f"random-{self._groups.rank:03d}"
                 document = reader.document(stem if f"{stem}.json" in reader.manifest.files else "random-000")
                 steps.append(random_state_restorer(document))
             loaded = replace(
@@ -216,11 +212,10 @@ class Loader:
             stems = reader.stems("scheduler")
             if not stems:
                 raise CheckpointError("the checkpoint has no scheduler state", hint="load without the scheduler")
-            rank, ranks = self._rank_and_ranks
             finders = [reader.tensor_finder(stem) for stem in stems]
             saved = SavedSchedulers([reader.json_object(stem) for stem in stems], finders)
-            if len(stems) == ranks and reader.content(PLAN) == plan_bytes(self._plan):
-                state = saved.of_rank(rank)
+            if len(stems) == self._groups.num_processes and reader.content(PLAN) == plan_bytes(self._plan):
+                state = saved.of_rank(self._groups.rank)
                 restorers.append(lambda: targets.scheduler.load_state_dict(state))
             else:
                 # Another plan: the state depends on the groups of this rank's optimizer, which is restored before.

@@ -47,11 +47,11 @@ def match_names(found: Collection[str], names: ModelNames) -> dict[str, tuple[st
     if names.prefix:
         start = f"{names.prefix}."
         renamings += [lambda name: start + name, lambda name: name.removeprefix(start)]
-    matches = [_Match(found, names, rename) for rename in renamings]
-    for match in matches:
-        if not match.missing and not match.unexpected:
-            return match.sources
-    missing, unexpected = matches[0].missing, matches[0].unexpected
+    matches = [_match(found, names, rename) for rename in renamings]
+    for sources, missing, unexpected in matches:
+        if not missing and not unexpected:
+            return sources
+    _, missing, unexpected = matches[0]
     values = {"missing": missing, "unexpected": unexpected}
     close = get_close_matches((unexpected or [""])[0], missing, n=1)
     renamed = f", if {unexpected[0]!r} is this model's {close[0]!r}" if close else ""
@@ -62,23 +62,22 @@ def match_names(found: Collection[str], names: ModelNames) -> dict[str, tuple[st
     )
 
 
-class _Match:
-    """The names of a checkpoint under one renaming."""
-
-    def __init__(self, found: Iterable[str], names: ModelNames, rename: Callable[[str], str]) -> None:
-        known: dict[str, str] = {}
-        self.unexpected: list[str] = []
-        for name in found:
-            renamed = rename(name)
-            if renamed in names.saved and renamed not in known:
-                known[renamed] = name
-            elif renamed in known or not (names.is_ignored(renamed) or names.is_ignored(name)):
-                self.unexpected.append(name)
-        self.sources = {
-            name: tuple(known[other] for other in names.names_of(name) if other in known)
-            for name in sorted(names.saved)
-        }
-        self.missing = [name for name, sources in self.sources.items() if not sources]
+def _match(
+    found: Iterable[str], names: ModelNames, rename: Callable[[str], str]
+) -> tuple[dict[str, tuple[str, ...]], list[str], list[str]]:
+    """The sources of the model's names if those of the checkpoint are renamed, and missing and unexpected names."""
+    known: dict[str, str] = {}
+    unexpected = []
+    for name in found:
+        renamed = rename(name)
+        if renamed in names.saved and renamed not in known:
+            known[renamed] = name
+        elif renamed in known or not (names.is_ignored(renamed) or names.is_ignored(name)):
+            unexpected.append(name)
+    sources = {
+        name: tuple(known[other] for other in names.names_of(name) if other in known) for name in sorted(names.saved)
+    }
+    return sources, [name for name, own in sources.items() if not own], unexpected
 
 
 def shorten(names: Collection[str]) -> str:

@@ -242,12 +242,8 @@ class CheckpointReader:
 
     @property
     def optimizer(self) -> SavedOptimizer:
-        """The state of the optimizer; its tensors are read when they are needed."""
-        try:
-            stems = self.stems("optimizer")
-            return SavedOptimizer((self.json_object(stem), self.tensor_finder(stem)) for stem in stems)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DamagedError("the state of the optimizer cannot be read", reason=repr(error)) from None
+        """The state of the optimizer, read inside `documents`; its tensors are read when they are needed."""
+        return SavedOptimizer((self.json_object(stem), self.tensor_finder(stem)) for stem in self.stems("optimizer"))
 
     def stems(self, kind: str) -> list[str]:
         """Names without suffix of the numbered documents of a kind, such as optimizer-000, in the order of numbers."""

@@ -10,6 +10,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -174,12 +175,11 @@ class Saver:
             directory = CheckpointDir(root)
             directory.create()
             directory.clean_up()
-            ranks = 1 if self._groups.is_local else self._groups.num_ranks
-            created.append(CheckpointWriter.create(root, request.step, ranks))
+            created.append(CheckpointWriter.create(root, request.step, self._groups.num_processes))
             return created[0].path.name
 
         name = run_on_first_rank(self._groups, create, request)
-        return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
+        return created[0] if created else CheckpointWriter(root / name, self._groups.num_processes)
 
     def _own_files(
         self, writer: CheckpointWriter, optimizer: Any, scheduler: Any, copies: "HostCopies | None"
@@ -226,7 +226,8 @@ class Saver:
             first = next(iter(parameters.values()))
             joined = dict(optimizer.state.get(first, {}))
             # All ranks have optimizers of one class, and so state of the same names.
-            for key in sorted(key for key, value in joined.items() if _is_like(value, first)):
+            like = [key for key, value in joined.items() if isinstance(value, Tensor) and value.shape == first.shape]
+            for key in sorted(like):
                 parts = {name: optimizer.state[parameter][key] for name, parameter in parameters.items()}
                 gathered = self._part.rows.gather(whole, parts)
                 if gathered is not None:
@@ -242,7 +243,7 @@ class Saver:
             model=fingerprint(layout.tensors, self._part.tied_names),
             plan=PlanSummary(
                 ranks=plan.num_ranks,
-                processes=1 if self._groups.is_local else plan.num_ranks,
+                processes=self._groups.num_processes,
                 stages=plan.num_stages,
                 microbatches=plan.num_microbatches,
                 schedule=plan.choices.schedule,
@@ -287,8 +288,7 @@ class StateLayout:
                 if at in part.rows.slices:
                     dtype, shape = formats[index][name]
                     formats[index][name] = dtype, (part.rows.slices[at].size, *shape[1:])
-        groups, text = part.groups, json.dumps(formats)
-        texts = [groups.broadcast_text(text, rank) for rank in range(1 if groups.is_local else groups.num_ranks)]
+        texts = part.groups.gather_texts_in(part.groups.control, json.dumps(formats))
         everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
         # Every rank computes the same from the same texts: the first stage that has a tensor saves it.
         tensors: dict[str, TensorRecord] = {}
@@ -307,10 +307,6 @@ def parameter_names(part: ModelPart) -> dict[int, str]:
     tensor_of, slices = part.captured.graph.tensor_of, part.rows.slices
     names = {name: slices[name].whole if name in slices else name for name in part.parameters}
     return {id(parameter): tensor_of(names[name]) for name, parameter in part.parameters.items()}
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def random_state() -> dict[str, Any]:
@@ -360,10 +356,8 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     model = part.captured.model
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
-        try:
+        with suppress(TypeError, ValueError):  # not JSON: the checkpoint is complete without it
             files[CONFIG] = json_bytes({**config.to_dict(), "architectures": [type(model).__name__]})
-        except (TypeError, ValueError):
-            return files  # not JSON: the checkpoint is complete without it
     return files
 
 

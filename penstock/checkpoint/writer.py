@@ -163,12 +163,9 @@ class CheckpointWriter:
     def _size(self) -> int:
         """The size of all files, which grows while any rank writes."""
         total = 0
-        try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    total += entry.stat().st_size + 1  # + 1: a new empty file is progress too
-        except OSError:
-            return total
+        with suppress(OSError), os.scandir(self.path) as entries:
+            for entry in entries:
+                total += entry.stat().st_size + 1  # + 1: a new empty file is progress too
         return total
 
     def _marker(self, rank: int, state: str) -> Path:

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,9 +66,8 @@ def flush_output() -> None:
 
 
 def _watch(pid: int, ticks: int) -> None:
-    stopped = threading.Event()
     while process_state(pid, ticks) != GONE:
-        stopped.wait(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
     rank = os.environ.get("RANK", "?")
     end_process(f"rank {rank} stopped because the process that started it (pid {pid}) is gone")
 

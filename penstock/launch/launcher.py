@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -112,10 +113,8 @@ class _Worker:
         pid = self.process.pid
         # killpg fails while the child has not yet called setpgid, so the process itself is signalled as well.
         for send in (os.killpg, os.kill):
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 send(pid, number)
-            except (ProcessLookupError, PermissionError):
-                continue
 
 
 class _Workers:
@@ -155,10 +154,8 @@ class _Workers:
     def release(self, seconds: float) -> None:
         """Let the ranks exit, once all have delivered their results; ranks that take too long are ended."""
         for member in self.members:
-            try:
+            with suppress(OSError):
                 member.pipe.send_bytes(b"done")
-            except OSError:
-                continue
         if self._wait(seconds):
             self._close()
         else:

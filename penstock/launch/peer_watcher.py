@@ -190,9 +190,6 @@ class PeerWatcher:
                 continue
             since = since or time.monotonic()
             if time.monotonic() - since >= _GRACE_SECONDS:
-                self._exit(reason)
-
-    def _exit(self, reason: str) -> None:
-        summary = f"rank {self._status.rank} stopped because {reason}"
-        self._status.failed(ErrorReport(self._status.rank, summary, kind=FOLLOWS).to_json(MAX_FAILURE_BYTES))
-        end_process(summary)
+                rank, summary = self._status.rank, f"rank {self._status.rank} stopped because {reason}"
+                self._status.failed(ErrorReport(rank, summary, kind=FOLLOWS).to_json(MAX_FAILURE_BYTES))
+                end_process(summary)

@@ -213,7 +213,7 @@ class StatusFile:
         """Record that this rank waits for all others; `sync_point` is an index into SYNC_POINTS."""
         self._record(_SYNCING, step, sync_point)
 
-    # The three calls of the inner loop are written out, because a shared helper would double their cost.
+    # The two calls of the inner loop are written out, because a shared helper would double their cost.
 
     def working(self, step: int, code: int) -> None:
         """Record that this rank is about to run an action."""
@@ -227,8 +227,7 @@ class StatusFile:
 
     def idle(self, step: int) -> None:
         """Record that this rank is between two steps; `step` is the one that ended."""
-        self._number = number = self._number + 1
-        _pack(self._content, _RING + (number & _MASK) * _LENGTH, number, _clock(), step, _NONE, _IDLE, _NONE, number)
+        self._record(_IDLE, step)
 
     def ended(self) -> None:
         """Record that this rank has finished its function."""

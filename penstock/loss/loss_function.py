@@ -175,7 +175,7 @@ class LossFunction:
         tensors = [*self._state.buffers(), *self._state.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         # Copies: the function may write into them, and is called again below if it draws random numbers.
-        arguments = map_leaves((output, target), _clone)
+        arguments = map_leaves((output, target), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         with tracker, ConstantRandomness() if self._is_random else nullcontext():
             loss = losses_of_function(self._loss_fn(*arguments))[self._name]
         self.dtype = tracker.dtype
@@ -232,7 +232,3 @@ def _referenced(value: Any, depth: int) -> Iterator[Any]:
         for item in inner:
             if item is not value:
                 yield from _referenced(item, depth - 1)
-
-
-def _clone(leaf: object) -> object:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -6,6 +6,7 @@ Ranks exchange a digest; the text behind it is sent only if digests differ, to n
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -26,10 +27,6 @@ _DEVICE_INTERVAL = 10
 """steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
 """how many entries of a tensor, or characters of another value, ranks exchange to find the first that differs"""
-_spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
-"""CRCs by name, dtype and shape of a tensor"""
-_MAX_SPECS = 4096
-"""how many of them are kept: each kind of batch adds one for each of its tensors"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -39,7 +36,6 @@ class Agreement:
     def __init__(self, lines: Iterable[str] = ()) -> None:
         self.lines = tuple(lines)
         encoded = self.text.encode(errors="replace")
-        self.num_bytes = len(encoded)
         self.digest = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big", signed=True)
 
     @property
@@ -162,12 +158,7 @@ def checksum(values: Mapping[str, object], step: int | None = None) -> int:
             name = f"{name} {leaf.dtype} {leaf.shape}"
             leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
         if isinstance(leaf, Tensor):
-            spec = (name, leaf.dtype, leaf.shape)
-            crc = _spec_crcs.get(spec)
-            if crc is None:
-                if len(_spec_crcs) >= _MAX_SPECS:
-                    _spec_crcs.clear()
-                crc = _spec_crcs[spec] = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+            crc = _spec_crc(name, leaf.dtype, leaf.shape)
             is_host = leaf.device.type == "cpu"
             if step is None or is_host or step % _DEVICE_INTERVAL == 0:
                 entries = leaf.detach() if leaf.requires_grad else leaf
@@ -185,6 +176,11 @@ def checksum(values: Mapping[str, object], step: int | None = None) -> int:
         # A sum, as ranks may pass arguments by name in different orders.
         total += crc
     return total & 0xFFFFFFFF or 1
+
+
+@lru_cache(maxsize=4096)  # each kind of batch adds an entry for each of its tensors
+def _spec_crc(name: str, dtype: torch.dtype, shape: torch.Size) -> int:
+    return zlib.crc32(f"{name} {dtype} {tuple(shape)}".encode())
 
 
 def sample(tensor: Tensor, count: int, number: int = 0) -> Tensor:

@@ -48,6 +48,7 @@ from penstock.runtime.outputs import OutputDims, OutputMerger
 from penstock.runtime.step import NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
 from penstock.runtime.step_compiler import CompiledStep, StepCompiler
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote, raise_on_all_ranks
+from penstock.runtime.tensor_parallel import differing_gradients
 from penstock.runtime.token_budget import (
     TokenBudget,
     check_losses,
@@ -586,7 +587,7 @@ class Engine:
             last_bad_gradient = max(bad_gradients, default=-math.inf)
         every, difference = self._options.check_inputs_every, None
         if step.is_training and groups.num_tensor_ranks > 1 and every and step.number % every == 0:
-            difference = self._model_part.replicated_gradients.differing()
+            difference = differing_gradients(groups, self._model_part.parameters)
         new_warnings = self._warnings.find_new(step)
         vote = SyncVote(
             sums=(own.total, own.added, len(new_warnings), float(difference is not None)),

@@ -284,7 +284,7 @@ class RankProgram:
         return tuple(action for action in self.actions if action.run is not None)
 
     @cached_property
-    def sent_by(self) -> dict[int, tuple[int, int]]:
+    def sent_edges(self) -> dict[int, tuple[int, int]]:
         """By code of a send, the source and target stage of its message."""
         return {slot.route.code: slot.route.key[:2] for slot in self.send_slots}
 
@@ -443,7 +443,7 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
             except Exception as error:
                 raise located_error(error, program.rank, action.code) from error
             positions[index] += 1
-            if waiting and (message := program.sent_by.get(action.code)) in waiting:
+            if waiting and (message := program.sent_edges.get(action.code)) in waiting:
                 woken = waiting.pop(message)
                 if woken > index:
                     heappush(this_round, woken)

@@ -233,12 +233,16 @@ def global_norm(
     `copies`: for each gradient, how many ranks of all pipelines have the same shard of it; by default one. Entries are
     divided by the largest one first, so that powers cannot overflow.
     """
-    largest = sync.exchange(request, SyncVote(maxes=(_largest_entry(gradients),))).maxes[0]
+    stored = [stored_entries(gradient) for gradient in gradients]
+    magnitudes = read_scalars([largest_magnitude(entries) for entries in stored if entries.numel()])
+    # Python's max would skip NaN.
+    own_largest = float(torch.tensor([0.0, *magnitudes], dtype=torch.float64).max())
+    largest = sync.exchange(request, SyncVote(maxes=(own_largest,))).maxes[0]
     if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
         return torch.tensor(largest, dtype=torch.float64)
     powers = []
-    for gradient in gradients:
-        scaled = stored_entries(gradient).abs().to(torch.float64).div_(largest)
+    for entries in stored:
+        scaled = entries.abs().to(torch.float64).div_(largest)
         powers.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
     plain_sum, sharded_sum = 0.0, 0.0
     for gradient, count, value in zip(gradients, copies or [1] * len(gradients), read_scalars(powers), strict=True):
@@ -259,11 +263,3 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     if factor < 1.0 or math.isnan(factor):
         for gradient in gradients:
             gradient.mul_(factor)
-
-
-def _largest_entry(gradients: Sequence[Tensor]) -> float:
-    """The largest absolute entry; NaN if one is NaN."""
-    stored = [stored_entries(gradient) for gradient in gradients]
-    largest = [largest_magnitude(entries) for entries in stored if entries.numel()]
-    # Python's max would skip NaN.
-    return float(torch.tensor([0.0, *read_scalars(largest)], dtype=torch.float64).max())

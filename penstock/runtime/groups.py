@@ -69,6 +69,8 @@ class ProcessGroups:
         self.is_local = self.group is None
         self.own_ranks = range(self.num_ranks) if self.is_local else (self.rank,)
         """the pipeline ranks of this process"""
+        self.num_processes = 1 if self.is_local else self.num_ranks
+        """of the pipeline"""
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
         self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
         if self.peers is None:
@@ -176,13 +178,11 @@ class ProcessGroups:
 
     def broadcast_text(self, text: str, source: int) -> str:
         """The text of pipeline rank `source` on every rank of the pipeline."""
-        return text if self.is_local else self._broadcast_text(text, source, self.rank == source, self.control)
+        return self.broadcast_text_in(self.control, text, source)
 
     def broadcast_text_to_peers(self, text: str, source: int) -> str:
         """The text of pipeline `source` on every rank with the same stages."""
-        if self.peers is None:
-            return text
-        return self._broadcast_text(text, source, self.pipeline == source, self.peers)
+        return self.broadcast_text_in(self.peers, text, source)
 
     def broadcast_text_to_all(self, text: str) -> str:
         """The text of the first rank of the first pipeline, on every rank of every pipeline."""
@@ -190,17 +190,24 @@ class ProcessGroups:
 
     def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks of all pipelines, on every rank: pipeline by pipeline, in the order of their ranks."""
-        own = [self.broadcast_text(text, rank) for rank in range(1 if self.is_local else self.num_ranks)]
-        pipelines = [self.broadcast_text_to_peers(json.dumps(own), index) for index in range(self.num_pipelines)]
+        pipelines = self.gather_texts_in(self.peers, json.dumps(self.gather_texts_in(self.control, text)))
         return [found for texts in pipelines for found in json.loads(texts)]
 
-    def _broadcast_text(self, text: str, source: int, is_source: bool, group: Any) -> str:
-        data = bytearray(text.encode())
+    def gather_texts_in(self, group: Any, text: str) -> list[str]:
+        """The texts of all ranks of a group, on each of them; of this rank alone if the group is None."""
+        size = 1 if group is None else dist.get_world_size(group)
+        return [self.broadcast_text_in(group, text, rank) for rank in range(size)]
+
+    def broadcast_text_in(self, group: Any, text: str, source: int) -> str:
+        """The text of rank `source` of a group on every rank of it; `text` itself if the group is None."""
+        if group is None:
+            return text
+        data = bytearray(text.encode(errors="replace"))
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         # The size goes first: gloo does not check that both ends of a message have the same size.
         size = torch.tensor([len(content)])
         self.run(dist.broadcast, size, group=group, group_src=source, async_op=True)
-        if not is_source:
+        if dist.get_rank(group) != source:
             content = torch.empty(int(size), dtype=torch.uint8)
         self.run(dist.broadcast, content, group=group, group_src=source, async_op=True)
         return content.numpy().tobytes().decode()

@@ -28,7 +28,6 @@ from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.row_parameters import RowParameters
 from penstock.runtime.tensor_parallel import (
     PartialGradients,
-    ReplicatedGradients,
     distribute_like,
     find_layouts,
     replicas_share_parameters,
@@ -96,7 +95,6 @@ class ModelPart:
         reducers = (self.replicas, PartialGradients(groups, self.layouts), self.tied, self.rows)
         self.reducers = [reducer for reducer in reducers if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
-        self.replicated_gradients = ReplicatedGradients(groups, self.parameters)
         if self.has_weights:
             check_tied_weights(plan, self.tied, groups)
 

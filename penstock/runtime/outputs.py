@@ -227,12 +227,12 @@ class _Merging:
         return unflatten_one_level(first.kind, first.keys, items)
 
     def _tensor(self, tensors: list[Tensor], name: str, keys: tuple[Any, ...], rule: Any) -> Any:
-        if not any(tensor.dim() for tensor in tensors):
-            return self._number(tensors, name, rule)
         if rule in ("mean", "sum"):
-            return self._combined(tensors, rule)
+            return weighted_sum(tensors, self.shares if rule == "mean" else [1.0] * len(tensors))
         if rule is None:
             return self._equal(tensors, name)
+        if not any(tensor.dim() for tensor in tensors):
+            return self._number(tensors, name)
         if _share_memory(tensors):
             # Passed whole to every microbatch.
             return tensors[0]
@@ -257,17 +257,12 @@ class _Merging:
         except (RuntimeError, IndexError):
             raise _merge_error("the outputs of microbatches cannot be concatenated", name, tensors, dim=dim) from None
 
-    def _number(self, tensors: list[Tensor], name: str, rule: Any) -> Any:
-        if rule in ("mean", "sum"):
-            return self._combined(tensors, rule)
-        if rule is None or not is_inexact(tensors[0]):
+    def _number(self, tensors: list[Tensor], name: str) -> Any:
+        if not is_inexact(tensors[0]):
             return self._equal(tensors, name)
         if name not in self.losses and self.joined is not None and not _are_equal(tensors):
             self.averaged.add(name)
         return weighted_sum(tensors, self.losses.get(name, self.weights))
-
-    def _combined(self, tensors: list[Tensor], rule: str) -> Tensor:
-        return weighted_sum(tensors, self.shares if rule == "mean" else [1.0] * len(tensors))
 
     def _equal(self, values: list[Any], name: str) -> Any:
         """The value that is the same in all microbatches."""

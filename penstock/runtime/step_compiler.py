@@ -188,7 +188,7 @@ class _StageMessages:
                 outgoing.setdefault(crossing.producer, []).append(crossing)
             self.incoming.append(incoming)
             self.outgoing.append(outgoing)
-        self._positions = _find_messages(program)
+        self._messages_between = _find_messages(program)
 
     def arrived_sends(self, rank: int) -> dict[int, list[int]]:
         """For positions in the order of a rank at which it waits: the positions of its sends that have arrived by then.
@@ -198,8 +198,8 @@ class _StageMessages:
         the memory of our send can be freed.
         """
         arrived: dict[int, list[int]] = {}
-        for peer, ours in sorted(self._positions[rank].items()):
-            theirs = sorted(self._positions[peer].get(rank, []))
+        for peer, ours in sorted(self._messages_between[rank].items()):
+            theirs = sorted(self._messages_between[peer].get(rank, []))
             # For each of their messages, the earliest position at which we use it or one that was sent later.
             earliest = list(accumulate((used for _, used in reversed(theirs)), min))[::-1]
             for sent, used in ours:

@@ -198,15 +198,9 @@ class RankSync:
                 unfinished.finish()
         packed = None
         if self._ranks is not None:
-            agreement = vote.agreement or _NO_AGREEMENT
-            key = _Key(
-                self._number,
-                request.step,
-                digest,
-                agreement.digest if vote.agreement is not None else 0,
-                vote.checksum,
-            )
-            packed = _PackedVote(key, request.text, agreement.num_bytes, vote.sums, vote.maxes, vote.content)
+            agreement_digest = 0 if vote.agreement is None else vote.agreement.digest
+            key = _Key(self._number, request.step, digest, agreement_digest, vote.checksum)
+            packed = _PackedVote(key, request.text, vote.sums, vote.maxes, vote.content)
             self._ranks.start(packed.pack())
         self._number += 1
         self.step = request.step
@@ -245,7 +239,7 @@ class RankSync:
         elif vote.agreement is not None and (vote.includes_pipelines or digest == _REFUSED):
             agreement = vote.agreement
         key = _Key(pipeline_vote.key.number, pipeline_vote.key.step, digest, agreement.digest)
-        own = pipeline_vote._replace(key=key, num_text_bytes=agreement.num_bytes, content=())
+        own = pipeline_vote._replace(key=key, content=())
         pipelines.start(own.pack())
         votes = _unpack_votes(pipelines.finish())
         kind = "replica" if self._groups.num_tensor_ranks == 1 else "pipeline"
@@ -262,7 +256,7 @@ def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
 
 
 _TEXT_BYTES = 104
-_HEAD = struct.Struct(f"<6q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
+_HEAD = struct.Struct(f"<5q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
 _REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
 _KEY_BYTES = 5 * 8
 _Reductions = tuple[tuple[float, ...], tuple[float, ...]]
@@ -290,8 +284,6 @@ class _PackedVote(NamedTuple):
     key: _Key
     text: str = ""
     """the request, truncated to _TEXT_BYTES"""
-    num_text_bytes: int = 0
-    """size of the agreement's text, which is sent only if ranks disagree"""
     sums: tuple[float, ...] = ()
     maxes: tuple[float, ...] = ()
     content: tuple[float, ...] = ()
@@ -302,14 +294,14 @@ class _PackedVote(NamedTuple):
             # Cut between characters, not inside one.
             text = text[:_TEXT_BYTES].decode(errors="ignore").encode()
         reduced = (*self.sums, *_NO_SUMS[len(self.sums) :], *self.maxes, *_NO_MAXES[len(self.maxes) :])
-        head = _HEAD.pack(*self.key, self.num_text_bytes, text, len(text), len(self.content), *reduced)
+        head = _HEAD.pack(*self.key, text, len(text), len(self.content), *reduced)
         return (head + struct.pack(f"<{len(self.content)}d", *self.content)).ljust(VOTE_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> "_PackedVote":
-        *key, num_text_bytes, text, length, count = _HEAD.unpack_from(data)[: 6 + 3]
+        *key, text, length, count = _HEAD.unpack_from(data)[: len(_Key._fields) + 3]
         content = struct.unpack_from(f"<{count}d", data, _HEAD.size)
-        return cls(_Key(*key), text[:length].decode(), num_text_bytes, *_reductions(data, 0), content)
+        return cls(_Key(*key), text[:length].decode(), *_reductions(data, 0), content)
 
 
 def _unpack_votes(data: bytes) -> list[_PackedVote]:
@@ -390,18 +382,9 @@ class _Exchange:
             channel.send(table)
         return table
 
-    def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
-        """The texts of all ranks, whose sizes in bytes are known from the votes."""
-        encoded, whole = text.encode(errors="replace"), torch.zeros(sum(sizes), dtype=torch.uint8)
-        parts = torch.split(whole, list(sizes))
-        if self._rank == self._last:
-            self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
-            parts[-1].copy_(_bytes_tensor(encoded))
-            self._wait([self._send(whole, rank) for rank in range(self._last)])
-        else:
-            sent = [self._send(_bytes_tensor(encoded), self._last)] if encoded else []
-            self._wait([self._recv(whole, self._last), *sent])
-        return [bytes(part.tolist()).decode() for part in parts]
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks."""
+        return self._groups.gather_texts_in(self._group, text)
 
     def _wait(self, works: list[Any]) -> None:
         for work in works:
@@ -413,10 +396,6 @@ class _Exchange:
 
     def _recv(self, tensor: Tensor, rank: int) -> Any:
         return self._groups.start(self._group.recv, [tensor], rank, self._tag)
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
 def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, kind: str) -> RunError | None:
@@ -432,11 +411,9 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
     # Every rank takes part in the exchanges below, because all of them see the same votes.
     if not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
-        text = json.dumps(describe_batch(vote.batch))
-        sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(votes))
-        batches = [json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))]
+        batches = [json.loads(text) for text in exchange.texts(json.dumps(describe_batch(vote.batch)))]
         return different_batches(batches).on_all_ranks()
-    texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in votes])
+    texts = exchange.texts("" if vote.agreement is None else vote.agreement.text)
     if refusing:
         first = min(refusing, key=lambda index: votes[index].content)
         problem = RunError.from_dict(json.loads(texts[first]), **{kind: first})

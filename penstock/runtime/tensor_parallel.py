@@ -256,39 +256,32 @@ def _layer_split_over_replicas(
     return None
 
 
-class ReplicatedGradients:
-    """Compares gradients of plain parameters between tensor-parallel ranks: they must be equal, as the batches are.
+def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Parameter]) -> RunError | None:
+    """The error for the first plain parameter whose gradient differs between tensor-parallel ranks.
 
-    They differ if a module without a plan, such as a norm, is given another part of the sequence on each rank: then
-    each rank has the gradient of its part.
+    Such gradients must be equal, as the batches are. They differ if a module without a plan, such as a norm, is given
+    another part of the sequence on each rank: then each rank has the gradient of its part. A collective call of the
+    ranks with these parameters.
     """
-
-    def __init__(self, groups: ProcessGroups, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._groups = groups
-        shared = {name: p for name, p in parameters.items() if p.requires_grad and not isinstance(p, DTensor)}
-        self._parameters = shared if groups.num_tensor_ranks > 1 else {}
-
-    def differing(self) -> RunError | None:
-        """The error for the first parameter whose gradient differs; a collective call of the ranks with this stage."""
-        if not self._parameters:
-            return None
-        gradients = [
-            torch.zeros_like(sample_as_float64(p)) if p.grad is None else sample_as_float64(p.grad)
-            for p in self._parameters.values()
-        ]
-        first = self._groups.pipeline - self._groups.tensor_rank
-        rows = self._groups.gather_peers(torch.cat(gradients))[first : first + self._groups.num_tensor_ranks]
-        columns = torch.split(rows, [len(values) for values in gradients], dim=1)
-        for name, entries in zip(self._parameters, columns, strict=True):
-            # Rounding may differ; gradients of different parts of a sequence differ as much as they are large.
-            difference = (entries - entries[0]).abs()
-            if entries.numel() and bool((difference.max() > _MAX_DIFFERENCE * entries.abs().max()).item()):
-                return RunError(
-                    "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
-                    name=name,
-                    hint="SequenceParallel() for a module that is given a part of the sequence on each rank",
-                )
+    plain = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}
+    if not plain:
         return None
+    gradients = [
+        torch.zeros_like(sample_as_float64(p)) if p.grad is None else sample_as_float64(p.grad) for p in plain.values()
+    ]
+    first = groups.pipeline - groups.tensor_rank
+    rows = groups.gather_peers(torch.cat(gradients))[first : first + groups.num_tensor_ranks]
+    columns = torch.split(rows, [len(values) for values in gradients], dim=1)
+    for name, entries in zip(plain, columns, strict=True):
+        # Rounding may differ; gradients of different parts of a sequence differ as much as they are large.
+        difference = (entries - entries[0]).abs()
+        if entries.numel() and bool((difference.max() > _MAX_DIFFERENCE * entries.abs().max()).item()):
+            return RunError(
+                "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
+                name=name,
+                hint="SequenceParallel() for a module that is given a part of the sequence on each rank",
+            )
+    return None
 
 
 def _gather_hashes(

@@ -80,25 +80,19 @@ class StageWeights:
 
     def acquire(self, batch_number: int) -> Version:
         """The version for the forward and backward of a microbatch of this batch of the stream."""
-        version = self._choose(batch_number)
+        version = present = self._present
+        ahead = batch_number - present.number
+        if self._staleness == "2bw":
+            version = present if present.number == max(batch_number - 1, 0) else self._previous
+        elif self._staleness == "predict" and ahead:
+            key = (present.number, ahead)
+            if key not in self._predicted:
+                tensors = predict(self._optimizer, self._parameters, present.tensors, ahead)
+                self._predicted[key] = Version(*key, tensors)
+            version = self._predicted[key]
         version.num_users += 1
         self._keep(version)
         return version
-
-    def _choose(self, batch_number: int) -> Version:
-        if self._staleness == "2bw":
-            wanted = max(batch_number - 1, 0)
-            if self._present.number == wanted:
-                return self._present
-            return self._previous
-        present, ahead = self._present, batch_number - self._present.number
-        if self._staleness == "stash" or not ahead:
-            return present
-        key = (present.number, ahead)
-        if key not in self._predicted:
-            tensors = predict(self._optimizer, self._parameters, present.tensors, ahead)
-            self._predicted[key] = Version(*key, tensors)
-        return self._predicted[key]
 
     def release(self, version: Version) -> None:
         """End the use of a version, after the backward of a microbatch."""

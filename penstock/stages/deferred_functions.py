@@ -7,7 +7,7 @@ bit-identical. It returns None for calls that it cannot handle; those run as usu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, mm, nn
@@ -74,14 +74,14 @@ def addmm(deferral: Deferral, bias: Tensor, *factors: Tensor, **named: object) -
     """torch.addmm without alpha, beta and out: b + x W."""
     if named or len(factors) != 2 or not _is_matrix(factors[1]) or not _can_defer(factors[0], factors[1]):
         return None
-    return _product(deferral, _addmm, factors[0], factors[1], bias)
+    return _product(deferral, lambda x, weight, bias: torch.addmm(bias, x, weight), *factors, bias)
 
 
 def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> Tensor | None:
     """torch.matmul and torch.mm without out: x W."""
     if named or not _is_matrix(factors[0]) or not _can_defer(x, factors[0]):
         return None
-    return _product(deferral, _mm, x, factors[0], None)
+    return _product(deferral, lambda x, weight, bias: mm(x, weight), x, factors[0], None)
 
 
 def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,14 +108,6 @@ def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias:
 def _is_matrix(weight: object) -> bool:
     """Whether it is a matrix that is contiguous or the transpose of a contiguous one."""
     return isinstance(weight, Tensor) and weight.dim() == 2 and (weight.is_contiguous() or weight.t().is_contiguous())
-
-
-def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return mm(x, weight)
-
-
-def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.addmm(bias, x, weight)
 
 
 def grouped_mm(deferral: Deferral, x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor | None:
@@ -155,31 +147,14 @@ def embedding(deferral: Deferral, indices: Tensor, weight: Tensor, **options: An
 # Convolutions
 
 
-class Convolution(NamedTuple):
-    """The options of a convolution, in the order of torch's arguments."""
-
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
-    groups: int = 1
-    output_padding: Any = 0
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+_CONVOLUTION = ("stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+"""the options of convolutions in the order of torch's arguments"""
 
 
-class TransposedConvolution(NamedTuple):
-    """The options of a transposed convolution, in the order of torch's arguments."""
-
-    stride: Any = 1
-    padding: Any = 0
-    output_padding: Any = 0
-    groups: int = 1
-    dilation: Any = 1
-
-
-Options = Convolution | TransposedConvolution
-
-
-def convolution(call: Callable[..., Tensor], kind: type[Options]) -> DeferringFunction:
-    """The function that takes the place of a convolution of torch."""
+def convolution(call: Callable[..., Tensor], names: tuple[str, ...]) -> DeferringFunction:
+    """The function that takes the place of a convolution of torch whose options have these names."""
 
     def convolve(
         deferral: Deferral, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
@@ -187,21 +162,21 @@ def convolution(call: Callable[..., Tensor], kind: type[Options]) -> DeferringFu
         # Not a single sample without a batch dimension, nor padding="same".
         if x.dim() != weight.dim() or not _can_defer(x, weight):
             return None
-        options = kind(*args, **kwargs)
-        if isinstance(options.padding, str):
+        options: dict[str, Any] = {**_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
+        if isinstance(options["padding"], str):
             return None
         x, detached = _autocast(x, weight.detach())
         has_bias = _can_defer_bias(bias)
         weights = (weight, bias) if has_bias else (weight,)
         added = bias.detach() if has_bias else bias
-        compute = partial(_convolution_gradients, detached, options, has_bias)
+        compute = partial(_convolution_gradients, detached, options, names == _TRANSPOSED, has_bias)
         return deferral.defer(call(x, detached, added, *args, **kwargs), x, weights, compute)
 
     return convolve
 
 
 def _convolution_gradients(
-    weight: Tensor, options: Options, has_bias: bool, x: Tensor, gradient: Tensor
+    weight: Tensor, options: dict[str, Any], is_transposed: bool, has_bias: bool, x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
     dims = weight.dim() - 2
     gradients = torch.ops.aten.convolution_backward(
@@ -209,12 +184,10 @@ def _convolution_gradients(
         x,
         weight,
         list(gradient.shape[1:2]) if has_bias else None,
-        _per_dim(options.stride, dims),
-        _per_dim(options.padding, dims),
-        _per_dim(options.dilation, dims),
-        isinstance(options, TransposedConvolution),
-        _per_dim(options.output_padding, dims),
-        options.groups,
+        *(_per_dim(options[name], dims) for name in ("stride", "padding", "dilation")),
+        is_transposed,
+        _per_dim(options["output_padding"], dims),
+        options["groups"],
         [False, True, has_bias],
     )
     return tuple(each for each in gradients if each is not None)
@@ -230,9 +203,9 @@ DEFERRABLE: dict[Any, DeferringFunction] = {
     functional.embedding: embedding,
     **dict.fromkeys((torch.addmm, Tensor.addmm), addmm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul),
-    **{call: convolution(call, Convolution) for call in (torch.conv1d, torch.conv2d, torch.conv3d)},
+    **{call: convolution(call, _CONVOLUTION) for call in (torch.conv1d, torch.conv2d, torch.conv3d)},
     **{
-        call: convolution(call, TransposedConvolution)
+        call: convolution(call, _TRANSPOSED)
         for call in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
     },
     # The mode sees this function below functional.grouped_mm, where torch has it.

@@ -29,20 +29,16 @@ class LayerList(nn.Module):
         for entry in entries:
             layer = _resolve_entry(model, entry)
             for each in layer if isinstance(layer, _LISTS) else (layer,):
-                self._add(model, each, names)
+                name = ""
+                if isinstance(each, nn.Module):
+                    name = names.get(id(each), f"entry{len(self.layer_functions)}")
+                    if id(each) in names:
+                        register_by_name(self, model, [name], ())
+                    else:
+                        self.add_module(name, each)
+                self.layer_functions.append((name, each))
         if not self.layer_functions:
             raise PartitionError("entries must not be empty", hint="the names of modules, in the order of their calls")
-
-    def _add(self, model: nn.Module, layer: Callable[..., Any], names: dict[int, str]) -> None:
-        if not isinstance(layer, nn.Module):
-            self.layer_functions.append(("", layer))
-            return
-        name = names.get(id(layer), f"entry{len(self.layer_functions)}")
-        if id(layer) in names:
-            register_by_name(self, model, [name], ())
-        else:
-            self.add_module(name, layer)
-        self.layer_functions.append((name, layer))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -181,19 +180,14 @@ class ByteChannel:
         return data
 
 
-class Connections(NamedTuple):
-    """The connections of this rank to the others."""
-
-    links: dict[int, Link]
-    missing: dict[tuple[int, int], str]
-    """the pairs of ranks without a link, each with the reason; the same on every rank"""
-
-
-def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Connections:
+def connect(
+    groups: ProcessGroups, device: torch.device, max_bytes: int
+) -> tuple[dict[int, Link], dict[tuple[int, int], str]]:
     """Connect to all ranks of the pipeline that compute on CPUs of this host. Collective.
 
-    A link exists at both ends or at none. If all ranks are linked, they get channels for syncs as well, between the
-    last rank and each other one. `max_bytes` is the size of the largest message of a channel.
+    Returns the link to each of them, and the pairs of ranks without a link, each with the reason, the same on every
+    rank. A link exists at both ends or at none. If all ranks are linked, they get channels for syncs as well, between
+    the last rank and each other one. `max_bytes` is the size of the largest message of a channel.
     """
     directory, number, state = groups.monitor.directory, secrets.randbits(62), _USABLE
     listener: socket.socket | None = None
@@ -247,7 +241,7 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
             links.pop(rank + other - groups.rank, None)
     if groups.channels is None:
         groups.channels = {} if missing else channels
-    return Connections(links, missing)
+    return links, missing
 
 
 def _listen(directory: Path, number: int, num_ranks: int) -> socket.socket:
