@@ -153,7 +153,6 @@ class _WaitingLayer(nn.Module):
         self.layer = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer on x."""
         time.sleep(_WAIT)
         made = self.layer(x)
         if made.requires_grad:
@@ -217,7 +216,6 @@ def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, f
 
 
 def _send_seconds(trace: Trace) -> float:
-    """The typical seconds of a Send."""
     sends = trace.program.table.kinds == Kind.SEND
     return float(np.median(trace.durations[sends]))
 

@@ -70,7 +70,6 @@ class GeneratorStates:
         return any(not _same_state(generator.get_state(), state) for generator, state in self._states)
 
     def restore(self) -> None:
-        """Restore the saved states."""
         for generator, state in self._states:
             generator.set_state(state)
 

@@ -69,7 +69,6 @@ def hash_name(name: str) -> int:
 
 
 def seed_torch(seed: int, is_cuda: bool) -> None:
-    """Seed torch's default generators."""
     torch.default_generator.manual_seed(seed)
     if is_cuda:
         torch.cuda.manual_seed(seed)

@@ -59,7 +59,6 @@ class Stage(Part):
 
     @property
     def device(self) -> torch.device:
-        """The device of the stage."""
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device(HOME))
 
     def check(self, **values: Tensor) -> None:

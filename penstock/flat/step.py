@@ -203,7 +203,6 @@ class _FunctionStage(UserStage):
 
 
 def _detached(output: Any) -> Any:
-    """Detached from the autograd graph."""
     if isinstance(output, Tensor):
         return output.detach()
     return type(output)(map(_detached, output)) if type(output) in (list, tuple) else output
@@ -285,7 +284,6 @@ class DDP(nn.Module):
                 tensor.detach().copy_(content)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stage."""
         if torch.is_grad_enabled() and self._groups.replicas is not None:
             if topology.pipeline.replicated is None:
                 raise RunError(

@@ -43,12 +43,10 @@ class Grid:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the dimensions."""
         return tuple(name for name, _ in self.dimensions)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions."""
         return tuple(size for _, size in self.dimensions)
 
     @property

@@ -21,7 +21,6 @@ class _OnePipeline:
     count = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """The values themselves."""
         return values
 
 
@@ -44,7 +43,6 @@ class StepLoss:
         """by microbatch"""
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """Call the user's loss function."""
         return self.func(output, target, **self.kwargs)
 
     def check_call(self, kwargs: dict[str, Any]) -> None:
