@@ -77,12 +77,9 @@ def seed_torch(seed: int, is_cuda: bool) -> None:
 @contextmanager
 def python_seeded(seed: int) -> Iterator[None]:
     """Seed the generators of Python and numpy, and restore them at exit."""
-    states = GeneratorStates(python_generators())
-    seed_python(seed)
-    try:
+    with GeneratorStates(python_generators()):
+        seed_python(seed)
         yield
-    finally:
-        states.restore()
 
 
 class CallSeeds:
