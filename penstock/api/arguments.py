@@ -62,7 +62,6 @@ def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
 
 
 def check_execution(mesh: object, local: object, parallelize_fn: object) -> None:
-    """Check mesh, local and parallelize_fn."""
     if not isinstance(local, bool):
         raise RunError("local must be True or False", got=shown(local))
     if mesh is not None and local:
@@ -80,7 +79,6 @@ def check_execution(mesh: object, local: object, parallelize_fn: object) -> None
 
 
 def check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
-    """Check reduction, inputs, scaler and options."""
     _check_choice("reduction", reduction, (*REDUCTIONS, None))
     _check_choice("inputs", inputs, INPUTS)
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -130,7 +130,7 @@ def _overhead(rounds: Sequence[tuple[_Round, _Round]]) -> Overhead:
     """The costs of the runtime by some rounds of both ranks. Of several times the least: other load only ever adds."""
     first, last = zip(*rounds, strict=True)
     traces = [each.trace for each in first]
-    message = min(map(_send_seconds, traces))
+    message = min(float(np.median(trace.durations[trace.program.table.kinds == Kind.SEND])) for trace in traces)
     # The forward of the last stage includes the loss, which is the user's.
     passes = (
         min(_pass_seconds(trace, Kind.FORWARD, 0) for trace in traces) - min(each.alone[0] for each in first),
@@ -153,7 +153,6 @@ class _WaitingLayer(nn.Module):
         self.layer = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer on x."""
         time.sleep(_WAIT)
         made = self.layer(x)
         if made.requires_grad:
@@ -214,12 +213,6 @@ def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, f
         torch.autograd.backward(root, gradient)
         backwards.append(time.perf_counter() - start)
     return median(forwards), median(backwards)
-
-
-def _send_seconds(trace: Trace) -> float:
-    """The typical seconds of a Send."""
-    sends = trace.program.table.kinds == Kind.SEND
-    return float(np.median(trace.durations[sends]))
 
 
 def _latency(trace: Trace) -> float:

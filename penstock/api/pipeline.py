@@ -186,7 +186,6 @@ class Pipeline:
         self._sync.operation_ended()
 
     def _make_engine(self) -> Engine:
-        """The engine for the current plan."""
         part, head, options, split = self._part, self._loss_head, self._options, self._split
         if self.optimizer is None:
             return Engine(part, self.plan, self._sync, head, options, self._inputs, split)

@@ -23,8 +23,6 @@ from penstock.runtime import StaleWeights
 
 _PIPELINES: "WeakSet[RankParameters]" = WeakSet()
 """of all pipelines of this process that have ranks in other processes"""
-
-
 _GRADIENTS: "WeakSet[StepGradients]" = WeakSet()
 """of all pipelines of this process"""
 
@@ -36,14 +34,10 @@ class StepGradients:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self.are_unscaled = False
         _GRADIENTS.add(self)
         _watch_scalers()
-
-    def include_any(self, parameters: Iterable[Any]) -> bool:
-        """Whether one of these parameters has such a gradient."""
-        return self.are_unscaled and _have_common(self._parameters, parameters)
 
 
 class RankParameters:
@@ -55,13 +49,9 @@ class RankParameters:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_first: bool) -> None:
-        self._parameters, self._is_due = parameters, is_first
+        self.parameters, self._is_due = parameters, is_first
         _PIPELINES.add(self)
         _watch_torch()
-
-    def include_any(self, parameters: Iterable[Any]) -> bool:
-        """Whether one of these parameters is among them."""
-        return _have_common(self._parameters, parameters)
 
     def warn(self, stacklevel: int) -> None:
         """Give the warning, once."""
@@ -89,9 +79,10 @@ class WatchedParameters(Iterator[nn.Parameter]):
         return next(self._parameters)
 
 
-def _have_common(own: Mapping[str, nn.Parameter], others: Iterable[Any]) -> bool:
-    ids = set(map(id, own.values()))
-    return any(id(parameter) in ids for parameter in others)
+def _has_any(own: RankParameters | StepGradients, parameters: Iterable[Any]) -> bool:
+    """Whether one of these parameters belongs to the pipeline."""
+    ids = set(map(id, own.parameters.values()))
+    return any(id(parameter) in ids for parameter in parameters)
 
 
 def _watch_scalers() -> None:
@@ -104,7 +95,7 @@ def _watch_scalers() -> None:
     def watched_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(gradients.include_any(parameters) for gradients in list(_GRADIENTS)):
+            if any(each.are_unscaled and _has_any(each, parameters) for each in list(_GRADIENTS)):
                 raise RunError(
                     "torch's GradScaler divides gradients by a scale that pipe.step has not multiplied them by",
                     hint="scaler = penstock.GradScaler(), Pipeline(..., scaler=scaler)",
@@ -126,7 +117,7 @@ def _watch_torch() -> None:
         if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
             given = list(parameters)
             for own in list(_PIPELINES):
-                if own.include_any(given):
+                if _has_any(own, given):
                     own.warn(stacklevel=2)
             # torch warns of a generator that has no elements left.
             parameters = (each for each in given) if isinstance(parameters, GeneratorType) else given
@@ -151,6 +142,6 @@ def _refuse_lbfgs(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step of LBFGS on the parameters of one rank: its direction depends on all gradients of the model."""
     if isinstance(optimizer, torch.optim.LBFGS):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(own.include_any(parameters) for own in list(_PIPELINES)):
+        if any(_has_any(own, parameters) for own in list(_PIPELINES)):
             hint = "an optimizer that updates each parameter by its own gradient, such as AdamW, or local=True"
             raise RunError("LBFGS needs the gradients of all ranks, and has those of this rank", hint=hint)

@@ -72,7 +72,6 @@ class LineFile(StepLog):
         return tuple(steps)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write a step."""
         if self._last is None:
             earlier = [known for known in self.read() if known.step < metrics.step]
             replace_file(self.path, (self.header + "".join(map(self.line, earlier))).encode())
@@ -93,11 +92,9 @@ class JsonLines(LineFile):
     """A JSON object per line."""
 
     def line(self, metrics: StepMetrics) -> str:
-        """The step as JSON."""
         return json.dumps(asdict(metrics), allow_nan=False) + "\n"
 
     def parse(self, line: str) -> StepMetrics:
-        """The step of a line."""
         return StepMetrics(**json.loads(line))
 
 
@@ -107,13 +104,11 @@ class Csv(LineFile):
     header = ",".join(FIELDS) + "\n"
 
     def line(self, metrics: StepMetrics) -> str:
-        """The step as a row."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerow(asdict(metrics).values())
         return out.getvalue()
 
     def parse(self, line: str) -> StepMetrics:
-        """The step of a row."""
         values = dict(zip(FIELDS, next(csv.reader([line])), strict=True))
         whole = {name: int(values.pop(name)) for name in ("step", "samples")}
         return StepMetrics(**whole, **{name: float(text) if text else None for name, text in values.items()})
@@ -147,7 +142,6 @@ class TensorBoard(Scalars):
         self._directory, self._writer = directory, None
 
     def write_scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write numbers by name."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -158,7 +152,6 @@ class TensorBoard(Scalars):
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file of events."""
         if self._writer is not None:
             self._writer.close()
 
@@ -186,7 +179,6 @@ class Wandb(Scalars):
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Finish the run."""
         if self._run is not None:
             self._run.finish()
 

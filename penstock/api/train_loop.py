@@ -222,7 +222,6 @@ class _Loop:
         """whether the last step was; its `eval_loss` does not show it, as a loss that is not finite is None there"""
 
     def run(self, batches: Batches) -> Run:
-        """Train until the end."""
         pipe, options = self._pipe, self._options
         with catch_stop_signals() as stop:
             left = self._resume(batches)
@@ -419,7 +418,6 @@ class _StepHistory:
         self._skipped = ""
 
     def add(self, outcome: "_StepOutcome") -> None:
-        """Append a step."""
         self.steps.append(outcome.metrics)
         if outcome.trace is not None:
             self._recent.append(outcome.trace)

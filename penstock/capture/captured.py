@@ -329,11 +329,6 @@ class Captured:
         named = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
         return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
-    def block_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
-        """The modules that some nodes, of the example or of another recording, are calls of."""
-        graph = recording.graph if recording else self.graph
-        return [graph[name].module for name in nodes if graph[name].is_block]
-
     def uncalled_blocks(self) -> list[str]:
         """The modules that would be blocks but that the example never called."""
         called = {node.module for node in self.graph.nodes if node.is_block}

@@ -125,7 +125,8 @@ class ObservedCall:
             self.draws
             or have_moved
             or self.draws_with_python
-            or self._has_active_dropout()
+            # On the meta device dropout draws nothing, but the real module will.
+            or any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in self._parts)
             or is_random(self.target, args, kwargs, result)
         )
         if not self._parts and getattr(self.target, "__name__", "") in TENSOR_EFFECTS:
@@ -149,10 +150,6 @@ class ObservedCall:
             # Some kernels (batch norm's running statistics) write buffers without increasing the version.
             or (content is not None and not same_content(tensor, content))
         ]
-
-    def _has_active_dropout(self) -> bool:
-        # On the meta device dropout draws nothing, but the real module will.
-        return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in self._parts)
 
     def _find_buffers(self) -> dict[int, Tensor]:
         buffers = (buffer for part in self._parts for buffer in part._buffers.values())

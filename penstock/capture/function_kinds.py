@@ -59,12 +59,10 @@ def reads_size(func: Any) -> bool:
 
 
 def reads_gradient(func: Any) -> bool:
-    """Whether the function reads `tensor.grad`."""
     return _getter_name(func) == "grad"
 
 
 def sets_requires_grad(func: Any) -> bool:
-    """Whether the function assigns `tensor.requires_grad`."""
     return _name(func) == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
 
 

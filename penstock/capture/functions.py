@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,11 +82,11 @@ def enclosing_function(modules: Collection[int]) -> tuple[Callable[..., Any] | N
     return (found, is_inside) if frame is not None else (None, False)
 
 
-@contextmanager
-def intercept_functions(handler: FunctionHandler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
+def intercept_functions(
+    handler: FunctionHandler, functions: Collection[Callable[..., Any]]
+) -> AbstractContextManager[None]:
     """Route calls of some global functions through `handler(function, args, kwargs)`."""
-    with replaced_entries(handler, list(_entries_of(functions)) if functions else []):
-        yield
+    return replaced_entries(handler, list(_entries_of(functions)) if functions else [])
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def module_generators(modules: Iterable[nn.Module]) -> list[GeneratorAccess]:
 
 
 class GeneratorStates:
-    """The states of some generators when this object was created."""
+    """The states of some generators when this object was created; as a context, it restores them at exit."""
 
     def __init__(self, generators: Iterable[GeneratorAccess]) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators]
@@ -70,9 +70,14 @@ class GeneratorStates:
         return any(not _same_state(generator.get_state(), state) for generator, state in self._states)
 
     def restore(self) -> None:
-        """Restore the saved states."""
         for generator, state in self._states:
             generator.set_state(state)
+
+    def __enter__(self) -> None:
+        """A no-op: the constructor has saved the states."""
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
 
 def seed_python(seed: int) -> None:

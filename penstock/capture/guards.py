@@ -39,16 +39,14 @@ class InputGuards:
             return True
         copies = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
         # Drawing must not move the user's generators.
-        generators = GeneratorStates(torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ())
+        drawn_from = torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ()
         try:
-            with without_user_hooks(self._blocks):
+            with GeneratorStates(drawn_from), without_user_hooks(self._blocks):
                 self._replay.run(copies, seed)
         except Exception:
             # A guard that fails raises, and so does a batch that the model cannot run on; then the recording that is
             # made next reports the reason.
             return False
-        finally:
-            generators.restore()
         return True
 
 

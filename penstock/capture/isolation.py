@@ -44,13 +44,12 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
     In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
     parameters that the body writes, if they are known: then no other parameter is copied.
     """
-    generators = GeneratorStates.of_process(model.modules())
     buffers = [
         (tensor, None if tensor.is_meta else tensor.detach().clone())
         for tensor in buffers_and_attributes(model).values()
     ]
     attributes = _AttributeSnapshot(model)
-    with internal_call(), _isolated_parameters(model, written):
+    with GeneratorStates.of_process(model.modules()), internal_call(), _isolated_parameters(model, written):
         try:
             if seed is not None:
                 seed_generators(seed)
@@ -61,7 +60,6 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
                 # By content: some kernels write buffers without increasing the version.
                 if content is not None and not same_content(tensor, content):
                     restore_content(tensor, content)
-            generators.restore()
 
 
 class _EagerStance:

@@ -9,7 +9,7 @@ the model had drawn the tensor. Any other use is found by recording a second for
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -69,7 +69,6 @@ def hash_name(name: str) -> int:
 
 
 def seed_torch(seed: int, is_cuda: bool) -> None:
-    """Seed torch's default generators."""
     torch.default_generator.manual_seed(seed)
     if is_cuda:
         torch.cuda.manual_seed(seed)
@@ -78,12 +77,9 @@ def seed_torch(seed: int, is_cuda: bool) -> None:
 @contextmanager
 def python_seeded(seed: int) -> Iterator[None]:
     """Seed the generators of Python and numpy, and restore them at exit."""
-    states = GeneratorStates(python_generators())
-    seed_python(seed)
-    try:
+    with GeneratorStates(python_generators()):
+        seed_python(seed)
         yield
-    finally:
-        states.restore()
 
 
 class CallSeeds:
@@ -284,8 +280,7 @@ _DRAWING_FUNCTIONS: list[Entry] = [
 ]
 
 
-@contextmanager
-def intercept_draws(handler: FunctionHandler, model: nn.Module) -> Iterator[None]:
+def intercept_draws(handler: FunctionHandler, model: nn.Module) -> AbstractContextManager[None]:
     """Route calls of `random.*` and `numpy.random.*` through the handler.
 
     It is called as `handler(function, args, kwargs)`. Names that the files of the model's classes import
@@ -298,5 +293,4 @@ def intercept_draws(handler: FunctionHandler, model: nn.Module) -> Iterator[None
     imported = [
         (file, name, functions[id(value)]) for file in files for name, value in file.items() if id(value) in functions
     ]
-    with replaced_entries(handler, [*_DRAWING_FUNCTIONS, *imported]):
-        yield
+    return replaced_entries(handler, [*_DRAWING_FUNCTIONS, *imported])

@@ -21,7 +21,7 @@ from penstock.capture.recording import Recording
 from penstock.capture.structures import structure_of
 from penstock.capture.tensors import device_of, spec_of, tensors_in
 from penstock.errors import CaptureError
-from penstock.ir import TENSOR, Call, CallContext, Container, Guard, Ref, State, map_leaves
+from penstock.ir import TENSOR, Call, CallContext, Guard, Ref, State, map_leaves
 
 Prepared = Callable[[Values], None]
 """runs one call or checks one guard: reads its arguments from the values, and adds its results to them"""
@@ -285,10 +285,9 @@ def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _only_argument(call: Call) -> str:
     """The value that a call has as its only argument, as those of most blocks; "" for any other call."""
-    args, kwargs = call.args, call.kwargs
-    if not isinstance(args, Container) or not isinstance(kwargs, Container) or len(args.items) != 1 or kwargs.items:
-        return ""
-    return args.items[0].value if isinstance(args.items[0], Ref) else ""
+    items = call.args.items
+    is_only = len(items) == 1 and not call.kwargs.items and isinstance(items[0], Ref)
+    return items[0].value if is_only else ""
 
 
 def _data_dependent(where: str, module: str, line: str, recorded: object, found: object) -> CaptureError:

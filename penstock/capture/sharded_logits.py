@@ -64,7 +64,6 @@ class VocabularyShard(nn.Module):
         self.start, self.stop, self.size = start, start + len(weight), size
 
     def extra_repr(self) -> str:
-        """The tokens of this shard."""
         return f"tokens {self.start} to {self.stop - 1} of {self.size}"
 
     def forward(
@@ -195,12 +194,10 @@ class ShardedLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits."""
         return torch.Size((*self._hidden.shape[:-1], self._head.size))
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return self._hidden.dim()
 
     @property
@@ -210,16 +207,13 @@ class ShardedLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
         casts = [argument for name, argument in self._operations if name == "to"]
         return casts[-1] if casts else self._hidden.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """As Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As Tensor.dim."""
         return self.ndim
 
     # Rows
@@ -243,7 +237,6 @@ class ShardedLogits:
         return self._with(self._hidden.flatten(start_dim, end_dim))
 
     def contiguous(self) -> Self:
-        """As Tensor.contiguous."""
         return self
 
     def __getitem__(self, key: Any) -> Self:
@@ -276,15 +269,12 @@ class ShardedLogits:
         return self._with(operations=tuple(("to", dtype) for dtype in dtypes))
 
     def float(self) -> Self:
-        """As Tensor.float."""
         return self.to(torch.float32)
 
     def double(self) -> Self:
-        """As Tensor.double."""
         return self.to(torch.float64)
 
     def tanh(self) -> Self:
-        """As Tensor.tanh."""
         return self._with(operations=(("tanh", None),))
 
     def mul(self, other: Any) -> Self:

@@ -133,7 +133,6 @@ class RowSlice:
 
     @property
     def length(self) -> int:
-        """The number of rows."""
         return self.stop - self.start
 
     def of(self, whole: Tensor) -> Tensor:

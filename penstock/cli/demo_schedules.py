@@ -83,7 +83,6 @@ class Comparison(NamedTuple):
         return abs(self.known - self.simulated) < 1e-9
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         formula = self.formula
         names = {"schedule": formula.schedule, "metric": formula.metric, "formula": formula.text}
         return {**names, "known": self.known, "simulated": self.simulated, "agrees": self.agrees}

@@ -136,7 +136,6 @@ def print_rich(console: "Console", renderable: "RenderableType") -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a value as indented JSON."""
     echo(json.dumps(value, indent=2, allow_nan=False))
 
 

@@ -86,7 +86,6 @@ def simulate(
 
 
 def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
-    """Build, prove and simulate a schedule."""
     import penstock
 
     build = partial(penstock.schedule, name, sizes.ranks, sizes.microbatches, stages_per_rank=sizes.stages_per_rank)

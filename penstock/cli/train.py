@@ -198,7 +198,7 @@ class PlanChoice:
 
         With --min-ranks the other options are for the plan for fewer ranks.
         """
-        own = {"--ranks": self._given.num_ranks, "--microbatches": str(self._given.num_microbatches)}
+        own = {"--ranks": self._loaded.num_ranks, "--microbatches": str(self._loaded.num_microbatches)}
         asked = {"--ranks": self._options.ranks, "--microbatches": self._options.microbatches}
         # Modules can be opened to another depth than that of the plan.
         typed = [name for name in given.of(PlanFlags) if name not in ("--depth", "--block")]
@@ -206,15 +206,15 @@ class PlanChoice:
             typed = [name for name in typed if name in own]
         if others := [name for name in typed if name not in own or asked[name] != own[name]]:
             hint = "leave them out, or penstock plan MODEL with these options for another plan"
-            sizes = {"ranks": self._given.num_ranks, "microbatches": self._given.num_microbatches}
+            sizes = {"ranks": self._loaded.num_ranks, "microbatches": self._loaded.num_microbatches}
             problem = "options of the search have no effect on the plan of --plan"
             raise PlanError(problem, options=", ".join(others), plan=self._file, **sizes, hint=hint)
 
     def first(self) -> "Plan":
         """The plan to begin with."""
         if self._file is not None:
-            check_min_ranks(self._job.checkpoints, self._given.num_ranks)
-            return self._given
+            check_min_ranks(self._job.checkpoints, self._loaded.num_ranks)
+            return self._loaded
         saved = self._saved
         if saved is None:
             return self._search(self._options)
@@ -246,19 +246,19 @@ class PlanChoice:
         fewest = self._job.checkpoints.min_ranks
         if fewest is not None and ranks < fewest:
             raise PenstockError("fewer ranks are running than --min-ranks", ranks=ranks, min_ranks=fewest)
-        if self._file is not None and (self._given.num_ranks == ranks or fewest is None):
-            return self._given  # the Pipeline refuses a plan for another number of ranks
+        if self._file is not None and (self._loaded.num_ranks == ranks or fewest is None):
+            return self._loaded  # the Pipeline refuses a plan for another number of ranks
         saved = self._saved
         if saved is not None and self._is_wanted(saved) and saved.plan.num_ranks == ranks:
             return saved.plan
-        previous = self._given if self._file is not None else saved.plan if saved is not None else None
+        previous = self._loaded if self._file is not None else saved.plan if saved is not None else None
         options = self._options if previous is None else self._same_microbatches(previous)
         options = replace(options, ranks=ranks)
         # Each replica plans; if their measurements differ, all follow the plan of the first one.
         return penstock.plan_together(lambda running: self._search(options, running, device), group=group)
 
     @cached_property
-    def _given(self) -> "Plan":
+    def _loaded(self) -> "Plan":
         """The plan of --plan."""
         from penstock.ir import Plan
 

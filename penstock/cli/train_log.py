@@ -83,7 +83,6 @@ class TrainLog:
         self._as_json, self._out = as_json, out
 
     def __call__(self, report: "StepReport") -> None:
-        """Print a step."""
         if self._as_json:
             line = json.dumps(step_dict(report, self._predicted_seconds), allow_nan=False)
         else:

@@ -54,12 +54,10 @@ def literal(value: bool | int | float | complex | str | bytes | tuple[Any, ...] 
 
 
 def tuple_of(items: Iterable[str]) -> str:
-    """A tuple of expressions."""
     return f"({''.join(f'{item}, ' for item in items)})"
 
 
 def dict_of(keys: Iterable[str], items: Iterable[str]) -> str:
-    """A dict of expressions."""
     return f"{{{', '.join(f'{key}: {item}' for key, item in zip(keys, items, strict=True))}}}"
 
 

@@ -115,7 +115,6 @@ class StageClass:
         return kept[::-1]
 
     def lines(self) -> list[str]:
-        """The text of the class."""
         variables, recording = self._expressions.variables, self._expressions.recording
         takes = {}
         for value in (*self.inputs, *self._receives):
@@ -161,7 +160,6 @@ class StageClass:
             yield f"Rerun: {counted(self._num_rerun, 'call')} of other stages that depend on inputs only"
 
     def _statements(self) -> Iterator[Statement]:
-        """The body of `forward`."""
         recording = self._expressions.recording
         graph = recording.graph
         if self.parameters:

@@ -19,15 +19,13 @@ from penstock.ir import TENSOR, Call, CallContext, Guard, ObjectRef, Parts, Ref,
 _MAX_NUMBERS = 64
 """most entries of an array that a guard compares"""
 # fmt: off
-_SHAPE_FOLLOWS = frozenset(
-    {
-        "add", "addmm", "baddbmm", "bmm", "cat", "clone", "contiguous", "conv1d", "conv2d", "cos", "cumsum", "div",
-        "dropout", "embedding", "empty_like", "expand", "flatten", "float", "gelu", "layer_norm", "linear", "matmul",
-        "mean", "mul", "neg", "permute", "pow", "relu", "repeat", "reshape", "rsqrt", "scaled_dot_product_attention",
-        "sigmoid", "silu", "sin", "softmax", "split", "squeeze", "stack", "sub", "tanh", "to", "transpose", "unsqueeze",
-        "view", "zeros_like",
-    }
-)
+_SHAPE_FOLLOWS = {
+    "add", "addmm", "baddbmm", "bmm", "cat", "clone", "contiguous", "conv1d", "conv2d", "cos", "cumsum", "div",
+    "dropout", "embedding", "empty_like", "expand", "flatten", "float", "gelu", "layer_norm", "linear", "matmul",
+    "mean", "mul", "neg", "permute", "pow", "relu", "repeat", "reshape", "rsqrt", "scaled_dot_product_attention",
+    "sigmoid", "silu", "sin", "softmax", "split", "squeeze", "stack", "sub", "tanh", "to", "transpose", "unsqueeze",
+    "view", "zeros_like",
+}
 # fmt: on
 """functions whose result has a shape that follows from the shapes of the arguments, so that it needs no check"""
 _NO_CONTEXT = CallContext()

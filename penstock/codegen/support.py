@@ -32,8 +32,6 @@ class Part(nn.Module):
         for parent in parents:
             branch = branch._modules.setdefault(parent, Part())
             owner = owner.get_submodule(parent)
-        if branch is owner:
-            return
         for kind in ("_modules", "_parameters", "_buffers"):
             if name in getattr(owner, kind):
                 getattr(branch, kind)[name] = getattr(owner, kind)[name]
@@ -59,7 +57,6 @@ class Stage(Part):
 
     @property
     def device(self) -> torch.device:
-        """The device of the stage."""
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device(HOME))
 
     def check(self, **values: Tensor) -> None:

@@ -33,7 +33,6 @@ class Embedding(nn.Module):
         self.positions = nn.Parameter(torch.zeros(sizes.length, sizes.width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The embeddings of the tokens."""
         return self.tokens(tokens) + self.positions
 
 
@@ -48,7 +47,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(sizes.width, 4 * sizes.width), nn.Linear(4 * sizes.width, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations of the same shape."""
         samples, length, width = x.shape
         qkv = self.qkv(self.norm_1(x)).view(samples, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -65,7 +63,6 @@ class Head(nn.Module):
         self.norm, self.logits = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of every position."""
         return self.logits(self.norm(x))
 
 

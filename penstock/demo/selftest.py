@@ -79,7 +79,6 @@ class SelfTest:
         ]
 
     def to_json(self) -> str:
-        """The results as JSON."""
         return json.dumps({**asdict(self), "problems": self.problems}, indent=2) + "\n"
 
     def page(self) -> str:

@@ -63,7 +63,6 @@ class Trained(NamedTuple):
 
 
 def train_rank(plan: Plan, steps: int, on_step: Callable[[StepReport], None]) -> Trained:
-    """Train the stages of this rank."""
     pipe = Pipeline(model(), plan, loss_fn=loss)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     run = fit(pipe, batches(SIZES, steps), optimizer, TrainOptions(steps=steps, clip=CLIP), on_step=on_step)

@@ -22,11 +22,9 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, *values: Any) -> Any:
-        """Call the function."""
         return self.function(*values)
 
     def extra_repr(self) -> str:
-        """The name of the function."""
         return getattr(self.function, "__qualname__", repr(self.function))
 
 

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,21 +83,21 @@ def forward_backward(
         options = f"num_microbatches={num_microbatches}" + (", forward_only=True" if forward_only else "")
         options += f", schedule={schedule!r}" if schedule != "1f1b" else ""
         request = SyncRequest("forward_backward", number, options)
-        split = _split_inputs(pipeline, request, inputs, num_microbatches)
+        sizes, parts = _split_inputs(pipeline, request, inputs, num_microbatches)
         if optimizer is not None and is_training:
             optimizer.zero_grad()
-        stage = _FunctionStage(fwd_fn, bwd_fn, dtype, split.inputs, pipeline.is_last)
-        program = _program(schedule, groups.num_ranks, len(split.sizes), is_training)
+        stage = _FunctionStage(fwd_fn, bwd_fn, dtype, parts, pipeline.is_last)
+        program = _program(schedule, groups.num_ranks, len(sizes), is_training)
         with torch.set_grad_enabled(is_training):
             # The caller's functions may differ in every call, so every message describes its content.
             pipeline.engine.runner.stages = {groups.rank: stage}
-            pipeline.engine.execute(program, (schedule, len(split.sizes), is_training), number, is_training)
+            pipeline.engine.execute(program, (schedule, len(sizes), is_training), number, is_training)
         for module in list(pipeline.replicated or ()):
             module.reduce_gradients()
         if not pipeline.is_last:
             return None
-        results = [stage.results[microbatch] for microbatch in range(len(split.sizes))]
-        return merge(results, split.sizes, [1.0] * len(results)).output
+        results = [stage.results[microbatch] for microbatch in range(len(sizes))]
+        return merge(results, sizes, [1.0] * len(results)).output
 
 
 def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
@@ -118,15 +118,13 @@ def _program(schedule: str, ranks: int, microbatches: int, is_training: bool) ->
     return lower(built) if is_training else lower(built.forwards(), passes=("add_transfers", "hoist_receives"))
 
 
-class _SplitInputs(NamedTuple):
-    """The number of samples of every microbatch, and its part of this rank's inputs."""
+def _split_inputs(
+    pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int
+) -> tuple[tuple[int, ...], list[tuple[Tensor, ...]]]:
+    """The number of samples of every microbatch, and its part of this rank's inputs.
 
-    sizes: tuple[int, ...]
-    inputs: tuple[tuple[Tensor, ...], ...]
-
-
-def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int) -> _SplitInputs:
-    """Split the inputs. Collective: if one rank cannot, all raise the same error."""
+    Collective: if one rank cannot split its inputs, all raise the same error.
+    """
     with pipeline.engine.sync.errors_on_all_ranks(request):
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
         size = _batch_size(pipeline, given, num_microbatches)
@@ -138,7 +136,7 @@ def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, 
         raise RunError("all ranks must have batches of the same size", sizes=sizes).on_all_ranks()
     sizes = microbatch_sizes(int(largest), num_microbatches)
     columns = [split_tensor(tensor, sizes) for tensor in given]
-    return _SplitInputs(sizes, tuple(tuple(column[index] for column in columns) for index in range(len(sizes))))
+    return sizes, [tuple(column[index] for column in columns) for index in range(len(sizes))]
 
 
 def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: int) -> int | None:
@@ -203,7 +201,6 @@ class _FunctionStage(UserStage):
 
 
 def _detached(output: Any) -> Any:
-    """Detached from the autograd graph."""
     if isinstance(output, Tensor):
         return output.detach()
     return type(output)(map(_detached, output)) if type(output) in (list, tuple) else output
@@ -285,7 +282,6 @@ class DDP(nn.Module):
                 tensor.detach().copy_(content)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the stage."""
         if torch.is_grad_enabled() and self._groups.replicas is not None:
             if topology.pipeline.replicated is None:
                 raise RunError(

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.ir import as_int, is_finite
 from penstock.launch import group_device
-from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync, UserStageEngine, watch_step
+from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync, RunOptions, UserStageEngine, watch_step
 
-DEADLINE_SECONDS = 60.0
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 MODEL, WORLD = "model", "global"
 _EXAMPLE = "setup_process_groups([('data', 2), ('pipe', 2)])"
@@ -43,12 +42,10 @@ class Grid:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the dimensions."""
         return tuple(name for name, _ in self.dimensions)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions."""
         return tuple(size for _, size in self.dimensions)
 
     @property
@@ -98,7 +95,7 @@ class FlatPipeline:
     """The pipeline of this process. Calls of forward_backward have the same number on all of its ranks."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        self.groups, self._monitor = groups, groups.monitor
+        self.groups = groups
         self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks, {})
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
@@ -120,7 +117,7 @@ class FlatPipeline:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         self.replicated = {}
         try:
-            with watch_step(self._monitor, number, is_training):
+            with watch_step(self.groups.monitor, number, is_training):
                 yield number
         finally:
             self.replicated = None
@@ -135,7 +132,7 @@ class Topology:
         self._pipeline: FlatPipeline | None = None
 
     def setup_process_groups(
-        self, config: Iterable[Sequence[object]], deadline_seconds: float = DEADLINE_SECONDS
+        self, config: Iterable[Sequence[object]], deadline_seconds: float = RunOptions.deadline_seconds
     ) -> None:
         """Create the groups for pairs of a name and a size, outermost dimension first. Collective.
 
@@ -176,9 +173,7 @@ class Topology:
     @property
     def pipeline(self) -> FlatPipeline:
         """The pipeline of this process."""
-        if self._pipeline is None:
-            self._checked_grid(PIPE)
-            raise AssertionError("a topology with a pipe has a pipeline")
+        self._checked_grid(PIPE)
         return self._pipeline
 
     def get_group(self, mode: str) -> Any:

@@ -81,13 +81,11 @@ class PipelineModel(nn.Module):
     def _outputs(self, outputs: Any) -> Any:
         """Named outputs as a PipelineOutput: on other ranks than that of the last stage they are plain dicts."""
 
-        def changed(leaf: object) -> object:
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                return leaf
-            is_half = leaf.dtype in (torch.float16, torch.bfloat16)
-            return leaf.float() if is_half and self._autocast_dtype is not None else leaf
+        def in_float32(leaf: object) -> object:
+            is_half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+            return leaf.float() if is_half else leaf
 
-        found = map_leaves(outputs, changed)
+        found = outputs if self._autocast_dtype is None else map_leaves(outputs, in_float32)
         if hasattr(found, "items"):
             return PipelineOutput({name: value for name, value in found.items() if value is not None})
         return found

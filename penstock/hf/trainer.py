@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -161,7 +160,7 @@ class PipelineMixin:
 
     def _plan(self, get_batch: Callable[[], dict[str, Any]]) -> Plan:
         """Search for a plan with the batch that `get_batch` returns; the random state of the training is preserved."""
-        with _preserve_random_state():
+        with GeneratorStates.of_process():
             batch = get_batch()
             inputs = self._prepare_inputs(batch)
             items = self._get_num_items_in_batch([batch], self.args.device)
@@ -453,7 +452,7 @@ class PipelineMixin:
         if checkpoint is None or not (state := Path(checkpoint) / _STATE).is_dir():
             return
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        with _preserve_random_state():
+        with GeneratorStates.of_process():
             self.pipe.load(state, optimizer, scheduler=self.lr_scheduler)
             self._resumed_random = GeneratorStates.of_process()
 
@@ -566,13 +565,3 @@ def _deep_copy(data: Any) -> Any:
         reason = f"{type(error).__name__}: {error}"
         problem = "planning would consume samples of this data, which cannot be copied"
         raise PlanError(problem, data=type(data).__name__, reason=reason, hint=_PLAN_HINT) from error
-
-
-@contextmanager
-def _preserve_random_state() -> Iterator[None]:
-    """Restore all random generators afterwards, so that planning does not change the training."""
-    states = GeneratorStates.of_process()
-    try:
-        yield
-    finally:
-        states.restore()

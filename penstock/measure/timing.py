@@ -65,7 +65,6 @@ def typical(samples: Sequence[float]) -> float:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable automatic garbage collection inside."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -102,12 +101,10 @@ class Times(NamedTuple):
 
     @classmethod
     def typical(cls, samples: Iterable["Times"]) -> "Times":
-        """The typical of each pass."""
         return cls(*map(typical, zip(*samples, strict=True)))
 
     @classmethod
     def median(cls, samples: Iterable["Times"]) -> "Times":
-        """The median of each pass."""
         return cls(*map(median, zip(*samples, strict=True)))
 
 
@@ -143,12 +140,10 @@ class Timing:
         return cls(lambda splits_backward: subject.prepare_empty_run(values, splits_backward), gradients, clock)
 
     def sample(self) -> None:
-        """Take one more sample."""
         self._samples.append(self.once(self._repeats))
 
     @property
     def typical(self) -> Times:
-        """The typical times of the samples."""
         return Times.typical(self._samples)
 
     def once(self, times: int) -> Times:

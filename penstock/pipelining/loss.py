@@ -3,14 +3,15 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.batches import Microbatch, SampleAxis, microbatch_sizes, split_tensor
+from penstock.batches import TARGET, Microbatch, SampleAxis, microbatch_sizes
 from penstock.capture import tensors_in
 from penstock.errors import RunError
-from penstock.ir import flatten_one_level, named_leaves, unflatten_one_level
+from penstock.ir import named_leaves
 from penstock.loss import LossStep, LossWeights
 from penstock.runtime import MicrobatchWarning, checked_loss, no_gradient_error
 
@@ -21,7 +22,6 @@ class _OnePipeline:
     count = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """The values themselves."""
         return values
 
 
@@ -44,7 +44,6 @@ class StepLoss:
         """by microbatch"""
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """Call the user's loss function."""
         return self.func(output, target, **self.kwargs)
 
     def check_call(self, kwargs: dict[str, Any]) -> None:
@@ -104,36 +103,25 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     `sizes` are the numbers of samples of the microbatches. If they are known, a target may have several rows for each
     sample, the same number for all; if not, each tensor is split evenly.
     """
-    axes: dict[str, SampleAxis] = {}
-    columns = _split(target, "target", sizes, count, axes)
-    if not sizes:
-        first = next(iter(axes), "")
-        tensors = [dict(named_leaves(column, "target")).get(first) for column in columns]
-        sizes = [len(tensor) if isinstance(tensor, Tensor) else 1 for tensor in tensors]
-    return tuple(Microbatch((), {}, column, size, axes) for column, size in zip(columns, sizes, strict=True))
+    named = named_leaves(target, TARGET)
+    rows = {name: len(leaf) for name, leaf in named if isinstance(leaf, Tensor) and leaf.dim()}
+    for name, number in rows.items():
+        if number < count:
+            problem = "a target must have at least one row for each microbatch"
+            raise RunError(problem, target=name, rows=number, microbatches=count, hint="a smaller n_microbatches")
+    if sizes:
+        axes = {name: SampleAxis(0, number // sum(sizes)) for name, number in rows.items()}
+        return Microbatch((), {}, target, sum(sizes), axes).split(sizes)
+    # Each microbatch as one sample with the rows that it gets of each tensor.
+    lengths = {name: microbatch_sizes(number, count) for name, number in rows.items()}
+    axes = {name: SampleAxis(0, offsets=tuple(accumulate(each, initial=0))) for name, each in lengths.items()}
+    parts = Microbatch((), {}, target, count, axes).split([1] * count)
+    axes = {name: SampleAxis(0) for name in rows}
+    numbers = next(iter(lengths.values()), (1,) * count)
+    return tuple(part._replace(size=number, axes=axes) for part, number in zip(parts, numbers, strict=True))
 
 
 def target_rows(target: Any) -> list[int]:
     """The different numbers of rows of the tensors in a target."""
     tensors = tensors_in(target)
     return sorted({len(tensor) for tensor in tensors if tensor.dim()})
-
-
-def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, axes: dict[str, SampleAxis]) -> list[Any]:
-    """Split a part of the target called `name`, and add its axis to `axes`."""
-    if isinstance(value, Tensor) and value.dim():
-        if len(value) < count:
-            problem = "a target must have at least one row for each microbatch"
-            raise RunError(problem, target=name, rows=len(value), microbatches=count, hint="a smaller n_microbatches")
-        rows = len(value) // sum(sizes) if sizes else 1
-        axes[name] = SampleAxis(0, rows)
-        return split_tensor(value, [size * rows for size in sizes or microbatch_sizes(len(value), count)])
-    parts = flatten_one_level(value)
-    if parts is None:
-        return [value] * count
-    columns = [
-        _split(item, f"{name}.{key}", sizes, count, axes) for key, item in zip(parts.keys, parts.items, strict=True)
-    ]
-    return [
-        unflatten_one_level(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)
-    ]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,8 +131,8 @@ def _logged_calls(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     handles = []
     for name, module in model.named_modules():
         if name:
-            handles.append(module.register_forward_pre_hook(partial(_log, events, ("call", name))))
-            handles.append(module.register_forward_hook(partial(_log, events, ("return", name))))
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: events.append(("call", name))))
+            handles.append(module.register_forward_hook(lambda *_, name=name: events.append(("return", name))))
     _events = events
     try:
         yield events
@@ -141,10 +140,6 @@ def _logged_calls(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
         _events = None
         for handle in handles:
             handle.remove()
-
-
-def _log(events: list[tuple[str, str]], event: tuple[str, str], *_: Any) -> None:
-    events.append(event)
 
 
 class TracedStage(Stage):

@@ -76,7 +76,7 @@ class Stage(nn.Module):
         self._replays: LruCache[tuple[Recording, bool], Replay] = LruCache()
         self._deferred_accumulator = DeferredAccumulator()
         model, nodes = captured.model, partitioned.stage_nodes[index]
-        blocks = captured.block_modules(node.name for node in nodes)
+        blocks = [node.module for node in nodes if node.is_block]
         blocks += partitioned.uncalled_blocks.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += partitioned.unused_state.get(index, [])
