@@ -134,6 +134,8 @@ class Pipeline:
         self._options, self._staleness = options, staleness
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
+        self.fit_progress = 0, 0
+        """the steps that `fit` had taken after its last one, and `num_steps` at that time"""
 
         given_model, self._loss_fn = model, loss_fn
         model, loss_fn = split_model(model, plan, loss_fn)

@@ -253,7 +253,12 @@ class _Loop:
     def _resume(self, batches: Batches) -> Iterator[Any]:
         """Restore the training if asked to; returns the remaining batches."""
         saver = self._saver
-        self._step = self._pipe.num_steps // self._options.accumulate
+        # A step may have taken fewer calls of pipe.step than `accumulate`: a skipped one, or the last of the data.
+        known_steps, known_calls = self._pipe.fit_progress
+        calls = self._pipe.num_steps
+        if calls < known_calls:  # `pipe.load` has restored an earlier state
+            known_steps = known_calls = 0
+        self._step = known_steps + (calls - known_calls) // self._options.accumulate
         if saver is None:
             left = batches_from(batches, 0)
         else:
@@ -263,6 +268,7 @@ class _Loop:
             self._messages.append(message)
             self._history.num_skipped, self._logs.run_id = saver.num_skipped, saver.run_id
             self._step = self._step if saver.step is None else saver.step
+        self._pipe.fit_progress = self._step, self._pipe.num_steps
         if self._options.changes_lr:
             for group in self._optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
@@ -275,6 +281,7 @@ class _Loop:
         self._set_lr()
         outcome = self._retry_after_save(group)
         self._step += 1
+        pipe.fit_progress = self._step, pipe.num_steps
         self._metrics, self._is_evaluated = outcome.metrics, False
         self._history.add(outcome)
         self._write_metrics(outcome.metrics)
@@ -376,15 +383,17 @@ class _Loop:
         # The data may be drawn from the global random state, on which the training must not depend.
         generators = GeneratorStates.of_process()
         total = weight = 0.0
-        for given in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
-            batch = step_batch(given, self._pipe.has_loss_fn)
-            own, samples = self._share(batch, is_compared=False), size_of(batch)[0] or 1
-            with self._autocast():
-                result = self._pipe.evaluate(*own.args, target=own.target, **self._budget, **own.kwargs)
-            if result.loss is None:
-                raise RunError("the batches to evaluate have no loss", hint="batches with targets or labels")
-            total, weight = total + float(result.loss) * samples, weight + samples
-        generators.restore()
+        try:
+            for given in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
+                batch = step_batch(given, self._pipe.has_loss_fn)
+                own, samples = self._share(batch, is_compared=False), size_of(batch)[0] or 1
+                with self._autocast():
+                    result = self._pipe.evaluate(*own.args, target=own.target, **self._budget, **own.kwargs)
+                if result.loss is None:
+                    raise RunError("the batches to evaluate have no loss", hint="batches with targets or labels")
+                total, weight = total + float(result.loss) * samples, weight + samples
+        finally:
+            generators.restore()
         if not weight:
             raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
         self._metrics = self._history.steps[-1] = replace(metrics, eval_loss=total / weight)

@@ -116,7 +116,12 @@ def train(
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
-            taken, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
+            first, last_taken = run.steps[0].step + 1, run.steps[-1].step + 1
+            taken = counted(len(run.steps), "step")
+            if first > 1:
+                # Without --out, the losses of the steps before a restart are not known here.
+                taken = f"steps {first} to {last_taken}" if first < last_taken else f"step {first}"
+            evaluated = run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
     if is_short:

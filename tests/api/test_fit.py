@@ -1,11 +1,13 @@
 """penstock.fit trains as a plain PyTorch loop with the same options, also after it resumes from a checkpoint."""
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -320,6 +322,37 @@ def test_an_evaluation_whose_loss_is_not_finite_is_not_repeated() -> None:
     run = penstock.fit(pipe, data, optimizer, TrainOptions(steps=2), eval_batches=bad, callbacks=[note_event])
     assert run.steps[-1].eval_loss is None
     assert events.count("eval") == 1
+
+
+def test_an_evaluation_that_fails_leaves_the_random_generators_as_they_were() -> None:
+    def broken() -> Iterator[Any]:
+        torch.randn(3)
+        np.random.random()
+        random.random()
+        raise KeyError("broken")
+        yield
+
+    pipe, states = pipeline({}), []
+
+    def note_state(event: TrainEvent) -> None:
+        if event.name == "after_step":
+            states.append((torch.get_rng_state().tolist(), np.random.get_state()[2], random.getstate()))
+
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    data = cast(batches(1), torch.float64)
+    with pytest.raises(KeyError, match="broken"):
+        penstock.fit(pipe, data, optimizer, TrainOptions(steps=1), eval_batches=broken, callbacks=[note_state])
+    assert states == [(torch.get_rng_state().tolist(), np.random.get_state()[2], random.getstate())]
+
+
+def test_another_fit_counts_a_step_of_which_batches_were_skipped_or_missing() -> None:
+    pipe = pipeline({}, options=penstock.RunOptions(nonfinite="skip"))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    (x, y), *others = cast(batches(8), torch.float64)
+    data = [(x * math.nan, y), *others]
+    first = penstock.fit(pipe, data[:7], optimizer, TrainOptions(accumulate=2))  # the last step has one batch
+    second = penstock.fit(pipe, data[4:], optimizer, TrainOptions(steps=6, accumulate=2))
+    assert [metrics.step for metrics in (*first.steps, *second.steps)] == list(range(6))
 
 
 WRONG = {

@@ -93,6 +93,14 @@ def test_a_rank_that_fails_permanently_leads_to_a_plan_for_fewer_ranks(training:
     assert found.losses == pytest.approx(clean.losses, rel=1e-6)
 
 
+@pytest.mark.usefixtures("short_pauses")
+def test_without_output_files_the_last_line_names_the_steps_since_the_restart(training: ShortTraining) -> None:
+    shutil.rmtree(training.directory / "saved", ignore_errors=True)
+    saving = ("--checkpoint", "saved", "--every", 3, "--steps", 5)
+    code, output = training.call(*COMMAND, *saving, "--fault", "raise,rank=0,step=4")
+    assert (code, "restart 1 of" in output, "\nsteps 4 to 5: loss " in output) == (0, True, True), output
+
+
 def test_without_checkpoints_there_is_no_restart(training: ShortTraining) -> None:
     code, output = training.call(*COMMAND, "--steps", 3, "--fault", "kill,rank=1,step=1")
     assert code == 5
