@@ -146,14 +146,20 @@ class Engine:
         # The token budget learns costs from timed steps.
         times_token_groups = budget_tokens is not None and self._token_budget.times_next_step
         boundary: list[tuple[Tensor, Tensor]] = []
+        needing_gradients = tensors_needing_gradients(batch)
+        # Their gradients are those of the user, and undone with the step.
+        leaf_inputs = [value for value in needing_gradients if value.grad_fn is None]
+        inputs = StepSnapshot((), leaf_inputs, self._options.restore_gradients) if leaf_inputs else None
         # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
-        if has_graph(batch):
+        if len(leaf_inputs) < len(needing_gradients):
             with self._sync.errors_on_all_ranks(request):
                 batch, boundary = self._input_boundary(batch)
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             compiled = self._begin_step(step, batch, request)
+            if inputs is not None:
+                inputs.take()
             try:
                 times = self._run_training(step, compiled, is_timed or times_token_groups)
                 result = self._end_step(step, compiled, times)
@@ -163,9 +169,13 @@ class Engine:
                     torch.autograd.backward(*zip(*input_gradients, strict=True))
             except BaseException:
                 self._undo()
+                if inputs is not None:
+                    inputs.restore()
                 raise
             if result.skipped:
                 self._undo()
+                if inputs is not None:
+                    inputs.restore()
             else:
                 self._snapshot.commit()
             if budget_tokens is None:
@@ -697,9 +707,9 @@ class Engine:
         return probe
 
 
-def has_graph(batch: Batch) -> bool:
-    """Whether a tensor of the batch is the result of a computation that needs gradients."""
-    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in leaves(batch))
+def tensors_needing_gradients(batch: Batch) -> list[Tensor]:
+    """The tensors of the batch that require gradients; those with a `grad_fn` are the results of computations."""
+    return [value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad]
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

@@ -2,7 +2,8 @@
 
 A forward allocates the stage's activation bytes when it starts. A full backward frees all of them when it ends; an
 input gradient frees what the weight gradient does not need, and the weight gradient frees the rest. If the program has
-a Free, the last part is freed there. A receive allocates the bytes of its message until the pass that uses them: a
+a Free, the last part is freed there. A forward without a backward, as in an evaluation, keeps nothing: its activations
+are freed when it ends, or at its Free. A receive allocates the bytes of its message until the pass that uses them: a
 forward keeps them among its activations, a gradient is freed at the end of the backward.
 """
 
@@ -60,7 +61,9 @@ def _activations(program: Program, costs: StageCosts) -> Changes:
     """The bytes that passes keep, and those that they free."""
     passes, shape = program.table.passes, (costs.num_stages, program.num_microbatches)
     # Per (stage, microbatch) the index at whose end everything is freed: its Free if there is one, else its last pass.
-    release = program.makers[Fact.WEIGHT_GRADIENT].copy()
+    outputs, input_gradients, weight_gradients = (program.makers[fact] for fact in Fact)
+    is_forward_only = (outputs >= 0) & (input_gradients < 0) & (weight_gradients < 0)
+    release = np.where(is_forward_only, outputs, weight_gradients)
     freed = passes.kind == Kind.FREE
     release[passes.stage[freed], passes.microbatch[freed]] = passes.index[freed]
 
@@ -72,9 +75,11 @@ def _activations(program: Program, costs: StageCosts) -> Changes:
             index = release[passes.stage[chosen], passes.microbatch[chosen]]
         return Changes(index, np.full(len(index), side), amount[passes.stage[chosen], passes.microbatch[chosen]])
 
+    kept = np.broadcast_to(costs.allocated(Kind.FORWARD), shape)[is_forward_only]
     return _join(
         [
             change(Kind.FORWARD, _START),
+            Changes(release[is_forward_only], np.full(len(kept), _END), -kept),
             change(Kind.INPUT_GRAD, _END),
             change(Kind.WEIGHT_GRAD, _END, at_release=True),
             change(Kind.BACKWARD, _END, at_release=True),

@@ -16,7 +16,8 @@ from tests.leftovers import wait_until
 
 def orphan(directory: Path, environment: dict[str, str]) -> int:
     """Fork a parent that ends once its child watches over it; returns the pid of the child, which would live long."""
-    if os.fork() == 0:
+    parent = os.fork()
+    if not parent:
         if os.fork() == 0:
             os.environ.update(environment)
             agent.exit_with_agent()
@@ -26,7 +27,7 @@ def orphan(directory: Path, environment: dict[str, str]) -> int:
             os._exit(0)
         wait_until(lambda: (directory / "ready").exists())
         os._exit(0)
-    os.wait()
+    os.waitpid(parent, 0)
     return int((directory / "ready").read_text())
 
 

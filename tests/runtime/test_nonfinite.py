@@ -131,6 +131,25 @@ def test_a_skipped_step_leaves_no_gradients_and_the_next_one_runs() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_dropped_step_restores_the_gradient_of_its_input(nonfinite: str) -> None:
+    model, pipe = fragile_pipe(nonfinite=nonfinite)
+    new, used = X.clone().requires_grad_(), X.clone().requires_grad_()
+    pipe.step(used, target=TARGET)
+    gradient = used.grad
+    before = gradient.clone()
+    broken(model, 1, "backward")
+    for x in (new, used):
+        with pytest.warns(penstock.PenstockWarning) if nonfinite == "skip" else pytest.raises(penstock.RunError):
+            pipe.step(x, target=TARGET)
+    assert new.grad is None
+    assert used.grad is gradient
+    assert torch.equal(gradient, before)
+    broken(model, 1, "backward", 1.0)
+    pipe.step(used, target=TARGET)
+    assert torch.equal(used.grad, before + before)
+
+
 def test_with_the_check_off_the_loss_is_nan() -> None:
     model, pipe = fragile_pipe(nonfinite="ignore")
     broken(model, 1, "forward")

@@ -53,6 +53,27 @@ def test_free_after_a_split_backward_delays_only_what_the_weight_gradient_kept()
     assert curve(late, held) == [(0, 0), (0, 10), (3, 4), (6, 14), (7, 10), (12, 0)]
 
 
+def test_a_forward_without_a_backward_frees_its_activations_when_it_ends():
+    assert curve("0F0,0F1", costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (1, 10), (2, 0)]
+
+
+def test_a_forward_without_a_backward_frees_at_its_free_if_there_is_one():
+    late = "0F0,0F1,0FREE0,0FREE1"
+    assert curve(late, costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (1, 20), (2, 0)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_evaluation_holds_the_activations_of_one_forward_at_a_time(name):
+    forwards = build(name, 4, 6).forwards()
+    kept = range(10, 10 + forwards.num_stages)
+    held = costs(forwards.num_stages, activation_bytes=tuple(kept))
+    for program in (lower(forwards), lower(forwards, passes=("add_transfers", "hoist_receives"))):
+        trace = simulate(program, held)
+        for rank, stages in enumerate(forwards.placement.stages):
+            assert trace.peak_bytes(rank) == max(kept[stage] for stage in stages)
+            assert trace.memory[rank].held[len(trace.memory[rank].held) - 1] == 0
+
+
 def test_an_overlapped_pair_holds_both_halves_until_it_ends():
     pair = "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
     assert curve(pair, costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (1, 20), (7, 10), (12, 0)]
