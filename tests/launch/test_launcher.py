@@ -376,7 +376,7 @@ def test_a_status_directory_of_the_caller_is_kept(tmp_path: Path) -> None:
 INTERRUPTED = 42
 
 
-def launcher(place: Path, stopped: int | None) -> None:
+def launch_sleeping_ranks(place: Path, stopped: int | None) -> None:
     """A process that launches three ranks that only sleep; it exits with a code of its own after ctrl-c."""
     errors = os.open(place.parent / "errors", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
@@ -399,7 +399,7 @@ def launcher(place: Path, stopped: int | None) -> None:
 
 def interrupted(place: Path, number: int, stopped: int | None = None) -> tuple[int | None, list[int]]:
     """The exit code of a launcher that gets a signal while its ranks run, and their pids."""
-    process = get_context("fork").Process(target=launcher, args=(place, stopped))
+    process = get_context("fork").Process(target=launch_sleeping_ranks, args=(place, stopped))
     process.start()
     wait_until(lambda: len(list(place.parent.glob("ready*"))) == 3)
     pids = [int((place.parent / f"rank{rank}").read_text()) for rank in range(3)]
