@@ -21,7 +21,7 @@ from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement
-from penstock.runtime.engine import Engine, generators_restored, step_options, tensors_needing_gradients
+from penstock.runtime.engine import Engine, generators_restored, step_options, tensors_requiring_grad
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -299,7 +299,7 @@ class AsyncEngine(Engine):
         request = SyncRequest("step", step_number, step_options(False, is_timed, scale))
         with watch_step(self._groups.monitor, step_number, True):
             with self._sync_of_call.errors_on_all_ranks(request):
-                if any(value.grad_fn is not None for value in tensors_needing_gradients(batch)):
+                if any(value.grad_fn is not None for value in tensors_requiring_grad(batch)):
                     problem = "an asynchronous pipeline returns no gradients to the computation of a batch"
                     raise RunError(problem, hint="x.detach()")
                 entry, chunk, vote, is_new = self._begin(batch, step_number, keeps_outputs, is_timed, scale)

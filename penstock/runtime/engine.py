@@ -146,20 +146,16 @@ class Engine:
         # The token budget learns costs from timed steps.
         times_token_groups = budget_tokens is not None and self._token_budget.times_next_step
         boundary: list[tuple[Tensor, Tensor]] = []
-        needing_gradients = tensors_needing_gradients(batch)
-        # Their gradients are those of the user, and undone with the step.
-        leaf_inputs = [value for value in needing_gradients if value.grad_fn is None]
-        inputs = StepSnapshot((), leaf_inputs, self._options.restore_gradients) if leaf_inputs else None
+        requiring_grad = tensors_requiring_grad(batch)
+        step.leaf_inputs = [value for value in requiring_grad if value.grad_fn is None]
         # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
-        if len(leaf_inputs) < len(needing_gradients):
+        if len(step.leaf_inputs) < len(requiring_grad):
             with self._sync.errors_on_all_ranks(request):
                 batch, boundary = self._input_boundary(batch)
         if budget_tokens is not None:
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             compiled = self._begin_step(step, batch, request)
-            if inputs is not None:
-                inputs.take()
             try:
                 times = self._run_training(step, compiled, is_timed or times_token_groups)
                 result = self._end_step(step, compiled, times)
@@ -169,13 +165,9 @@ class Engine:
                     torch.autograd.backward(*zip(*input_gradients, strict=True))
             except BaseException:
                 self._undo()
-                if inputs is not None:
-                    inputs.restore()
                 raise
             if result.skipped:
                 self._undo()
-                if inputs is not None:
-                    inputs.restore()
             else:
                 self._snapshot.commit()
             if budget_tokens is None:
@@ -495,7 +487,7 @@ class Engine:
 
     def _run_training(self, step: Step, compiled: CompiledStep, is_timed: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
-        self._snapshot.take()
+        self._snapshot.take(step.leaf_inputs)
         if self._model_part.fsdp.modules:
             self._model_part.fsdp.begin_step(len(step.microbatches))
         times = self._execute(step, compiled, is_timed)
@@ -707,7 +699,7 @@ class Engine:
         return probe
 
 
-def tensors_needing_gradients(batch: Batch) -> list[Tensor]:
+def tensors_requiring_grad(batch: Batch) -> list[Tensor]:
     """The tensors of the batch that require gradients; those with a `grad_fn` are the results of computations."""
     return [value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad]
 

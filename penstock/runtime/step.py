@@ -1,6 +1,6 @@
 """The data of one training or evaluation step: its batch, its losses and result, and the state before it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ class Step(LossStep):
     is_training: bool = True
     inputs: tuple[dict[str, Any], ...] = ()
     """the tensors of each microbatch by the names of the model's inputs"""
+    leaf_inputs: Sequence[Tensor] = ()
+    """tensors of the batch in whose `grad` the step adds gradients"""
     number: int = 0
     """how many steps the Pipeline had run before"""
     seed: int = 0
@@ -134,17 +136,20 @@ class StepSnapshot:
         unique = dict.fromkeys(reduced)
         self._reduced = tuple(unique)
         self._others = tuple(parameter for parameter in dict.fromkeys(parameters) if parameter not in unique)
+        self._inputs: Sequence[Tensor] = ()
         self._buffer_names = tuple(buffers) if restores else ()
         self._restores = restores
         self._set_aside: dict[nn.Parameter, Tensor | None] = {}
-        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients: dict[Tensor, Tensor | None] = {}
+        """copies of the gradients of other parameters and of inputs"""
         self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
         """name, the tensor of that name before the step, and a copy of its values"""
         self._memory: dict[object, Tensor] = {}
         """memory of the copies, reused in every step: allocating would cost more than copying"""
 
-    def take(self) -> None:
-        """Save the current state; call this before the step."""
+    def take(self, inputs: Sequence[Tensor] = ()) -> None:
+        """Save the current state and the gradients of `inputs`; call this before the step."""
+        self._inputs = inputs
         for parameter in self._reduced:
             self._set_aside[parameter], parameter.grad = parameter.grad, None
         if not self._restores:
@@ -152,6 +157,8 @@ class StepSnapshot:
         for parameter in self._others:
             gradient = parameter.grad
             self._gradients[parameter] = None if gradient is None else self._copy(parameter, gradient.detach())
+        for tensor in inputs:
+            self._gradients[tensor] = None if tensor.grad is None else tensor.grad.detach().clone()
         for name in self._buffer_names:
             buffer = getattr(*name)
             self._buffers.append((name, buffer, self._copy(name, buffer.detach())))
@@ -168,7 +175,7 @@ class StepSnapshot:
         for parameter, earlier in self._set_aside.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._set_aside, self._gradients, self._buffers = {}, {}, []
+        self._set_aside, self._gradients, self._buffers, self._inputs = {}, {}, [], ()
 
     def restore(self) -> None:
         """Undo a failed step: restore gradients and buffers to their values before it."""
@@ -178,16 +185,16 @@ class StepSnapshot:
             setattr(owner, name, buffer)
         for parameter, earlier in self._set_aside.items():
             parameter.grad = earlier if self._restores else None
-        for parameter in self._others:
-            copy = self._gradients.get(parameter)
+        for tensor in (*self._others, *self._inputs):
+            copy = self._gradients.get(tensor)
             if copy is None:
-                parameter.grad = None
-            elif parameter.grad is None or not _fits(copy, parameter.grad):
-                parameter.grad = copy.clone()
+                tensor.grad = None
+            elif tensor.grad is None or not _fits(copy, tensor.grad):
+                tensor.grad = copy.clone()
             else:
                 # In place, so that other references to the gradient, such as flat buffers, see the restored values.
-                parameter.grad.copy_(copy)
-        self._set_aside, self._gradients, self._buffers = {}, {}, []
+                tensor.grad.copy_(copy)
+        self._set_aside, self._gradients, self._buffers, self._inputs = {}, {}, [], ()
 
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:
