@@ -5,6 +5,7 @@ import faulthandler
 import os
 import signal
 import socket
+import statistics
 import threading
 import time
 import unittest
@@ -284,8 +285,8 @@ def seconds_until_a_killed_rank_is_noticed(signum: int) -> float:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGABRT])
 def test_a_rank_that_waits_notices_a_killed_one_within_half_a_second(signum: int) -> None:
-    # On a busy machine a process may take longer to die, so the fastest of several attempts counts.
-    assert any(seconds_until_a_killed_rank_is_noticed(signum) < 0.5 for _ in range(8))
+    # The median, because on a busy machine a process may take longer to die.
+    assert statistics.median(seconds_until_a_killed_rank_is_noticed(signum) for _ in range(3)) < 0.5
 
 
 def test_a_failed_check_keeps_the_connection(ends: Any) -> None:
