@@ -167,7 +167,7 @@ class Loader:
             return result
         # Every rank returns the error of the first rank that found damage.
         text = "" if error is None else str(error)
-        texts = self._groups.gather_texts_in(self._groups.control, text)
+        texts = self._groups.gather_texts(text)
         reasons = ((rank, text) for rank, text in enumerate(texts) if text)
         rank, reason = next(reasons, (0, "another replica cannot read it"))
         return f"{reason.splitlines()[0]} [rank {rank}]"

@@ -288,7 +288,7 @@ class StateLayout:
                 if at in part.rows.slices:
                     dtype, shape = formats[index][name]
                     formats[index][name] = dtype, (part.rows.slices[at].size, *shape[1:])
-        texts = part.groups.gather_texts_in(part.groups.control, json.dumps(formats))
+        texts = part.groups.gather_texts(json.dumps(formats))
         everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
         # Every rank computes the same from the same texts: the first stage that has a tensor saves it.
         tensors: dict[str, TensorRecord] = {}

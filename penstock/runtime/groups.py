@@ -70,7 +70,7 @@ class ProcessGroups:
         self.own_ranks = range(self.num_ranks) if self.is_local else (self.rank,)
         """the pipeline ranks of this process"""
         self.num_processes = 1 if self.is_local else self.num_ranks
-        """of the pipeline"""
+        """of this pipeline: 1 if all of its ranks are in this process"""
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
         self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
         if self.peers is None:
@@ -178,31 +178,31 @@ class ProcessGroups:
 
     def broadcast_text(self, text: str, source: int) -> str:
         """The text of pipeline rank `source` on every rank of the pipeline."""
-        return self.broadcast_text_in(self.control, text, source)
+        return self._broadcast_text(self.control, text, source)
 
     def broadcast_text_to_peers(self, text: str, source: int) -> str:
         """The text of pipeline `source` on every rank with the same stages."""
-        return self.broadcast_text_in(self.peers, text, source)
+        return self._broadcast_text(self.peers, text, source)
 
     def broadcast_text_to_all(self, text: str) -> str:
         """The text of the first rank of the first pipeline, on every rank of every pipeline."""
         return self.broadcast_text_to_peers(self.broadcast_text(text, 0), 0)
 
     def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks of the pipeline, on every rank."""
+        return [self.broadcast_text(text, rank) for rank in range(self.num_processes)]
+
+    def gather_texts_of_all(self, text: str) -> list[str]:
         """The texts of all ranks of all pipelines, on every rank: pipeline by pipeline, in the order of their ranks."""
-        pipelines = self.gather_texts_in(self.peers, json.dumps(self.gather_texts_in(self.control, text)))
+        own = json.dumps(self.gather_texts(text))
+        pipelines = [self.broadcast_text_to_peers(own, index) for index in range(self.num_pipelines)]
         return [found for texts in pipelines for found in json.loads(texts)]
 
-    def gather_texts_in(self, group: Any, text: str) -> list[str]:
-        """The texts of all ranks of a group, on each of them; of this rank alone if the group is None."""
-        size = 1 if group is None else dist.get_world_size(group)
-        return [self.broadcast_text_in(group, text, rank) for rank in range(size)]
-
-    def broadcast_text_in(self, group: Any, text: str, source: int) -> str:
+    def _broadcast_text(self, group: Any, text: str, source: int) -> str:
         """The text of rank `source` of a group on every rank of it; `text` itself if the group is None."""
         if group is None:
             return text
-        data = bytearray(text.encode(errors="replace"))
+        data = bytearray(text.encode())
         content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         # The size goes first: gloo does not check that both ends of a message have the same size.
         size = torch.tensor([len(content)])

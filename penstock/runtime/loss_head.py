@@ -228,7 +228,7 @@ class StepWarnings:
     def issue(self, new_causes: list[WarningCause], is_training: bool) -> None:
         """Gather the new warnings of all ranks and issue them on the first; all ranks call this."""
         groups = self._model_part.groups
-        texts = groups.gather_texts(json.dumps(new_causes))
+        texts = groups.gather_texts_of_all(json.dumps(new_causes))
         parameters: dict[tuple[str, bool], dict[str, None]] = {}
         for text, is_certain, names in (cause for causes in texts for cause in json.loads(causes)):
             parameters.setdefault((text, is_certain), {}).update(dict.fromkeys(names))

@@ -103,7 +103,7 @@ class NonfiniteOrigin:
 def agree_on_origin(groups: ProcessGroups, local: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
     """Agree on one origin on every rank: the one in the last stage, of the first pipeline that found any."""
     origin = None if local is None else [local.stage, local.microbatch, local.description, local.kind]
-    found = map(json.loads, groups.gather_texts(json.dumps([groups.pipeline, origin])))
+    found = map(json.loads, groups.gather_texts_of_all(json.dumps([groups.pipeline, origin])))
     origins = [(pipeline, NonfiniteOrigin(*values)) for pipeline, values in found if values is not None]
     return min(origins, key=lambda pair: (pair[0], -pair[1].stage))[1] if origins else None
 

@@ -151,7 +151,7 @@ class RankSync:
         if self._ranks is None or result.maxes[0] in (-result.maxes[1], -math.inf):
             return
         own = json.dumps([dist.get_rank(), [] if agreement is None else agreement.lines])
-        found = sorted(json.loads(text) for text in self._groups.gather_texts(own))
+        found = sorted(json.loads(text) for text in self._groups.gather_texts_of_all(own))
         given = [(rank, lines) for rank, lines in found if lines]
         problem = first_difference([lines for _, lines in given], "rank", [rank for rank, _ in given])
         raise problem.on_all_ranks()
@@ -251,20 +251,8 @@ def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
     """Raise the problem of any rank of any pipeline on all of them."""
     has_problem = groups.gather(torch.tensor([int(problem is not None)])).amax(0)
     if groups.gather_peers(has_problem).any():
-        texts = groups.gather_texts("" if problem is None else json.dumps(problem.to_dict()))
+        texts = groups.gather_texts_of_all("" if problem is None else json.dumps(problem.to_dict()))
         raise RunError.from_dict(json.loads(next(filter(None, texts))))
-
-
-_TEXT_BYTES = 104
-_HEAD = struct.Struct(f"<5q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
-_REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
-_KEY_BYTES = 5 * 8
-_Reductions = tuple[tuple[float, ...], tuple[float, ...]]
-VOTE_BYTES = _HEAD.size + MAX_CONTENT * 8
-"""size of a vote as it is sent"""
-_MAX_TEXT = 10_000  # of the error of another rank
-
-_NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
 
 
 class _Key(NamedTuple):
@@ -276,6 +264,18 @@ class _Key(NamedTuple):
     request: int
     agreement: int = 0
     checksum: int = 0
+
+
+_TEXT_BYTES = 104
+_KEY = struct.Struct(f"<{len(_Key._fields)}q")
+_REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
+_HEAD = struct.Struct(f"{_KEY.format}{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
+_Reductions = tuple[tuple[float, ...], tuple[float, ...]]
+VOTE_BYTES = _HEAD.size + MAX_CONTENT * 8
+"""size of a vote as it is sent"""
+_MAX_TEXT = 10_000  # of the error of another rank
+
+_NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
 
 
 class _PackedVote(NamedTuple):
@@ -323,7 +323,7 @@ def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
 
 def _keys_are_equal(data: bytes) -> bool:
     """Whether all ranks agree: the usual case, decided without unpacking the votes."""
-    key = data[:_KEY_BYTES]
+    key = data[: _KEY.size]
     return all(data.startswith(key, start) for start in range(VOTE_BYTES, len(data), VOTE_BYTES))
 
 
@@ -383,8 +383,26 @@ class _Exchange:
         return table
 
     def texts(self, text: str) -> list[str]:
-        """The texts of all ranks."""
-        return self._groups.gather_texts_in(self._group, text)
+        """The texts of all ranks.
+
+        They travel with the tag of this sync: a collective could meet one of another open sync or of the user.
+        """
+        data = torch.tensor(list(text.encode(errors="replace")), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(data)]), [1] * (self._last + 1))
+        return [bytes(part.tolist()).decode() for part in self._gather(data, list(map(int, sizes)))]
+
+    def _gather(self, own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """The tensors of all ranks, whose numbers of elements are known."""
+        whole = torch.zeros(sum(sizes), dtype=own.dtype)
+        parts = torch.split(whole, list(sizes))
+        if self._rank == self._last:
+            self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
+            parts[-1].copy_(own)
+            self._wait([self._send(whole, rank) for rank in range(self._last)])
+        else:
+            sent = [self._send(own, self._last)] if len(own) else []
+            self._wait([self._recv(whole, self._last), *sent])
+        return parts
 
     def _wait(self, works: list[Any]) -> None:
         for work in works:

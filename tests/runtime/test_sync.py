@@ -15,6 +15,8 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime import ProcessGroups
+from penstock.runtime.agreement import Agreement
+from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from tests.plans import quick_plan
 from tests.process_pool import Pools
 from tests.small_models import WIDTH, chain, noise
@@ -279,6 +281,29 @@ def test_an_error_in_one_replica_is_raised_in_the_others(pools: Pools) -> None:
     words = pools[4].run(one_rank_of_a_replica)
     assert all("rank 1 called eval while rank 0 called step" in found for found in words)
     assert all("replica: 1" in found for found in words[:2])
+
+
+def disagreement_beside_a_collective() -> tuple[str, list[int]]:
+    """The error of a sync whose ranks disagree, and what rank 0 broadcasts to rank 1 while the sync is open."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    sync = RankSync(ProcessGroups(rank, 2, group, group)).concurrent(1)
+    values = torch.arange(3) if rank == 0 else torch.zeros(3, dtype=torch.int64)
+    sync.start(SyncRequest("step", 0), SyncVote(Agreement([f"of rank {rank}"])))
+    # Rank 1 gathers the texts first, rank 0 broadcasts first.
+    work = dist.broadcast(values, src=0, async_op=True) if rank == 0 else None
+    words = error_of(lambda _: sync.finish(), None)
+    if work is None:
+        dist.broadcast(values, src=0)
+    else:
+        work.wait()
+    return words, values.tolist()
+
+
+def test_a_concurrent_sync_is_independent_of_collectives_of_the_user(pools: Pools) -> None:
+    (words, sent), (other_words, received) = pools[2].run(disagreement_beside_a_collective)
+    assert "of rank 0" in words
+    assert words == other_words
+    assert sent == received == [0, 1, 2]
 
 
 def test_an_operation_without_a_monitor_raises_its_own_error() -> None:
