@@ -79,7 +79,7 @@ class WatchedParameters(Iterator[nn.Parameter]):
         return next(self._parameters)
 
 
-def _has_any(own: RankParameters | StepGradients, parameters: Iterable[Any]) -> bool:
+def _owns_any(own: RankParameters | StepGradients, parameters: Iterable[Any]) -> bool:
     """Whether one of these parameters belongs to the pipeline."""
     ids = set(map(id, own.parameters.values()))
     return any(id(parameter) in ids for parameter in parameters)
@@ -95,7 +95,7 @@ def _watch_scalers() -> None:
     def watched_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(each.are_unscaled and _has_any(each, parameters) for each in list(_GRADIENTS)):
+            if any(each.are_unscaled and _owns_any(each, parameters) for each in list(_GRADIENTS)):
                 raise RunError(
                     "torch's GradScaler divides gradients by a scale that pipe.step has not multiplied them by",
                     hint="scaler = penstock.GradScaler(), Pipeline(..., scaler=scaler)",
@@ -117,7 +117,7 @@ def _watch_torch() -> None:
         if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
             given = list(parameters)
             for own in list(_PIPELINES):
-                if _has_any(own, given):
+                if _owns_any(own, given):
                     own.warn(stacklevel=2)
             # torch warns of a generator that has no elements left.
             parameters = (each for each in given) if isinstance(parameters, GeneratorType) else given
@@ -142,6 +142,6 @@ def _refuse_lbfgs(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Refuse a step of LBFGS on the parameters of one rank: its direction depends on all gradients of the model."""
     if isinstance(optimizer, torch.optim.LBFGS):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(_has_any(own, parameters) for own in list(_PIPELINES)):
+        if any(_owns_any(own, parameters) for own in list(_PIPELINES)):
             hint = "an optimizer that updates each parameter by its own gradient, such as AdamW, or local=True"
             raise RunError("LBFGS needs the gradients of all ranks, and has those of this rank", hint=hint)

@@ -242,7 +242,10 @@ class CheckpointReader:
 
     @property
     def optimizer(self) -> SavedOptimizer:
-        """The state of the optimizer, read inside `documents`; its tensors are read when they are needed."""
+        """The state of the optimizer; its tensors are read when they are needed.
+
+        Call it inside `documents`, which reports wrong types as damage.
+        """
         return SavedOptimizer((self.json_object(stem), self.tensor_finder(stem)) for stem in self.stems("optimizer"))
 
     def stems(self, kind: str) -> list[str]:

@@ -27,6 +27,7 @@ from penstock.ir.action import (
     COMPUTE_KINDS,
     MAX_MICROBATCHES,
     PASS_ACTIONS,
+    PASS_KINDS,
     RULES,
     Action,
     Backward,

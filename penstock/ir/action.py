@@ -31,7 +31,8 @@ class Kind(IntEnum):
     FREE = 10
 
 
-COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP)
+PASS_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+COMPUTE_KINDS = (*PASS_KINDS, Kind.OVERLAP)
 
 
 class Fact(IntEnum):

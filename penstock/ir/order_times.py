@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.action import Kind
+from penstock.ir.action import PASS_KINDS, Kind
 from penstock.ir.costs import StageCosts
 from penstock.ir.orders import Dependencies, Floats, Ints, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
-from penstock.ir.profile import PASS_NAMES
 from penstock.ir.schedule import Schedule
 
 
@@ -116,7 +115,7 @@ def walk(
 def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Floats:
     """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
     by_kind = np.zeros((len(Kind), costs.num_stages, costs.num_microbatches or 1))
-    for kind in PASS_NAMES:
+    for kind in PASS_KINDS:
         by_kind[kind] = costs.seconds(kind)
     return look_up_seconds(table, by_kind, overlap)
 

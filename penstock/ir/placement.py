@@ -123,15 +123,16 @@ class Cuts:
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """By stage, the stages whose values it reads."""
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for producer, consumer in self.edges:
-            found[consumer].append(producer)
-        return tuple(map(tuple, found))
+        return self._by_stage((consumer, producer) for producer, consumer in self.edges)
 
     @cached_property
     def gradient_consumers(self) -> tuple[tuple[int, ...], ...]:
         """By stage, the stages that return gradients to it."""
+        return self._by_stage(self.gradient_edges)
+
+    def _by_stage(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        """By the first stage of each pair, the second ones."""
         found: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for producer, consumer in self.gradient_edges:
-            found[producer].append(consumer)
+        for stage, other in pairs:
+            found[stage].append(other)
         return tuple(map(tuple, found))

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import PASS_NAMES, Kind, Program, pack
+from penstock.ir import PASS_KINDS, Kind, Program, pack
 from penstock.passes.base import Pass
 
-_USERS = (*PASS_NAMES, Kind.SEND)
+_USERS = (*PASS_KINDS, Kind.SEND)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import (
-    PASS_NAMES,
+    PASS_KINDS,
     Codes,
     Dependencies,
     Fact,
@@ -37,7 +37,7 @@ _FACT_NAMES = {Fact.OUTPUT: "forward", Fact.INPUT_GRADIENT: "input gradient", Fa
 _MAKERS = {Fact.OUTPUT: "F", Fact.INPUT_GRADIENT: "I", Fact.WEIGHT_GRADIENT: "W"}
 _NUM_NAMED = 6
 """missing actions that an error names"""
-_USERS = (*PASS_NAMES, Kind.SEND, Kind.RECV)
+_USERS = (*PASS_KINDS, Kind.SEND, Kind.RECV)
 """actions that use the tensors of a (stage, microbatch)"""
 _CONTEXT = 4
 """actions shown before and after the blocked one"""
@@ -258,7 +258,7 @@ def _check_shards(program: Program) -> None:
     moves = np.isin(passes.kind, (Kind.UNSHARD, Kind.RESHARD))
     if not moves.any():
         return
-    chosen = np.flatnonzero(moves | np.isin(passes.kind, list(PASS_NAMES)))
+    chosen = np.flatnonzero(moves | np.isin(passes.kind, PASS_KINDS))
     chosen = chosen[np.lexsort((passes.index[chosen], passes.stage[chosen]))]
     kind, stage = passes.kind[chosen], passes.stage[chosen]
     change = np.where(kind == Kind.UNSHARD, 1, np.where(kind == Kind.RESHARD, -1, 0))

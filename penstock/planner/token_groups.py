@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import RunError
-from penstock.ir import PASS_NAMES, Floats, Kind, Plan, Trace, microbatch_of, stage_of
+from penstock.ir import PASS_KINDS, Floats, Kind, Plan, Trace, microbatch_of, stage_of
 from penstock.passes import lower
 from penstock.planner.resize import resized_schedule
 from penstock.simulate import Makespans
@@ -109,7 +109,7 @@ class TokenCosts:
         """`planned_tokens` are those of a microbatch of the plan."""
         stages = plan.num_stages
         self._parts = np.zeros((3, len(Kind), stages))
-        for kind in PASS_NAMES:
+        for kind in PASS_KINDS:
             self._parts[0, kind] = _PASS_SECONDS
             self._parts[1, kind] = np.asarray(plan.costs.mean_seconds(kind)) / planned_tokens
         if not self._parts[1].any():
@@ -132,7 +132,7 @@ class TokenCosts:
         columns = table.kinds, stage_of(table.codes), microbatch_of(table.codes), trace.durations
         passes: dict[tuple[int, int], list[tuple[float, float, float, float]]] = {}
         for kind, stage, microbatch, seconds in zip(*(column.tolist() for column in columns), strict=True):
-            if kind in PASS_NAMES and seconds > 0:
+            if kind in PASS_KINDS and seconds > 0:
                 group = groups[microbatch]
                 row = (1 / seconds, group.tokens / seconds, group.tokens * group.length / seconds, 1.0)
                 passes.setdefault((kind, stage), []).append(row)

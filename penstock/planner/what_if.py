@@ -42,7 +42,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Straggler:
-    """A stage or a replica of the recording, with what its speed costs; a straggler only if it is slow."""
+    """A stage or replica of the recording, and the step time that its slowness costs."""
 
     kind: str
     """ "stage" or "replica" """

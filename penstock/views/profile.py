@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from penstock.errors import ViewError
-from penstock.ir import PASS_NAMES, NodeCost, counted, percent_text, seconds_text
+from penstock.ir import PASS_KINDS, NodeCost, counted, percent_text, seconds_text
 from penstock.ir import Profile as Costs
 from penstock.views.base import short_name
 from penstock.views.condense import DOTS, check_collapse
@@ -70,7 +70,7 @@ def _heading(profile: Costs) -> list[str]:
 
 
 def _seconds(cost: NodeCost) -> tuple[float, ...]:
-    return tuple(map(cost.seconds_of, PASS_NAMES))
+    return tuple(map(cost.seconds_of, PASS_KINDS))
 
 
 def _sizes(cost: NodeCost) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def _refine(base: "Pool", goal: Goal) -> "Pool":
     while not goal.is_over(elite.best):
         founders = elite if island % 3 == 2 else base.sample(_FOUNDERS, island)
         # Seeds are counted, not drawn: the same problem always gets the same order.
-        pool = _evolved(founders, children, island, goal)
+        pool = _evolve(founders, children, island, goal)
         orders = polish(problem, pool.orders(), moves, goal)
         elite = elite.joined(pool, _KEPT).joined(Pool.of_orders(base.table, [orders]), _KEPT)
         island += 1
@@ -184,7 +184,7 @@ def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     return found
 
 
-def _evolved(pool: Pool, children: int, seed: int, goal: Goal) -> Pool:
+def _evolve(pool: Pool, children: int, seed: int, goal: Goal) -> Pool:
     """The pool after all generations, mirrored and forwards in turn, or when the goal is met or the effort spent."""
     directions = (Greedy(pool.table.mirrored()), Greedy(pool.table))
     random = np.random.default_rng(seed)

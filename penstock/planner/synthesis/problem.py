@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import (
     MAX_MICROBATCHES,
-    PASS_NAMES,
+    PASS_KINDS,
     Cluster,
     Cuts,
     Fact,
@@ -42,7 +42,7 @@ RankOrders = list[RankOrder]
 """one per rank"""
 
 # The kinds of a pass id: forward, backward, input gradient and weight gradient, as numbers below 4.
-F, B, I, W = map(int, PASS_NAMES)  # noqa: E741
+F, B, I, W = map(int, PASS_KINDS)  # noqa: E741
 
 
 class OutgoingMessage(NamedTuple):
@@ -118,7 +118,7 @@ class ScheduleProblem:
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """Seconds of a pass, by pass id; the mean if microbatches differ."""
-        rows = zip(*(self.costs.mean_seconds(kind) for kind in PASS_NAMES), strict=True)
+        rows = zip(*(self.costs.mean_seconds(kind) for kind in PASS_KINDS), strict=True)
         return tuple(float(each) for row in rows for each in row)
 
     @cached_property
@@ -126,14 +126,14 @@ class ScheduleProblem:
         """Seconds of a pass by pass id and microbatch; None if microbatches do not differ."""
         if self.costs.num_microbatches is None:
             return None
-        rows = zip(*(self.costs.seconds(kind).tolist() for kind in PASS_NAMES), strict=True)
+        rows = zip(*(self.costs.seconds(kind).tolist() for kind in PASS_KINDS), strict=True)
         return tuple(tuple(each) for row in rows for each in row)
 
     @cached_property
     def allocated(self) -> tuple[float, ...]:
         """Bytes that a pass allocates, by pass id; below 0 it frees them. The most if microbatches differ."""
         most = self.costs.most()
-        return tuple(np.concatenate([most.allocated(kind) for kind in PASS_NAMES], axis=1).ravel().tolist())
+        return tuple(np.concatenate([most.allocated(kind) for kind in PASS_KINDS], axis=1).ravel().tolist())
 
     @property
     def outputs(self) -> tuple[tuple[OutgoingMessage, ...], ...]:
