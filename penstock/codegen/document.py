@@ -17,7 +17,7 @@ from penstock.codegen import support
 from penstock.codegen.expressions import Expressions, tuple_of
 from penstock.codegen.formatting import INDENT, docstring_lines, statement_lines
 from penstock.codegen.names import Names, is_identifier, name_values
-from penstock.codegen.stage_class import StageClass, stage_classes
+from penstock.codegen.stage_class import StageClass
 from penstock.codegen.statements import StatementWriter, expect
 from penstock.ir import Graph, Partition, Parts, Placement, Ref, counted, flatten_one_level, write_atomic
 from penstock.stages import Ownership, check_guards
@@ -40,7 +40,7 @@ def write_stages(captured: Captured, partition: Partition, placement: Placement,
     names = Names()
     blocks = {*(node.module for node in graph.nodes if node.is_block), *captured.uncalled_blocks()}
     expressions = Expressions(recording, name_values(recording, names), names, blocks)
-    stages = stage_classes(captured, partition, placement, expressions)
+    stages = [StageClass(captured, partition, placement, expressions, n) for n in range(partition.num_stages)]
     # Imports and constants are known only after all code has been written.
     classes = [stage.lines() for stage in stages]
     run = _run_lines(captured, stages, replace(expressions, device="torch.device(HOME)"))

@@ -1,6 +1,6 @@
 """One stage of the file: the calls of the recording that it makes, and its class."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch.overrides import resolve_name
 
@@ -9,57 +9,29 @@ from penstock.codegen.expressions import Expressions, dict_of
 from penstock.codegen.formatting import INDENT, broken_lines, docstring_lines, statement_lines
 from penstock.codegen.names import is_plain_path
 from penstock.codegen.statements import Statement, StatementWriter, body_lines
-from penstock.ir import Call, Crossing, Guard, Node, Partition, Placement, counted, refs, states
+from penstock.ir import Call, Guard, Node, Partition, Placement, counted, refs, states
 from penstock.stages import Ownership
-
-
-def stage_classes(
-    captured: Captured, partition: Partition, placement: Placement, expressions: Expressions
-) -> "list[StageClass]":
-    """The classes of all stages."""
-    graph, model = expressions.recording.graph, captured.model
-    owners, crossings = Ownership(graph, partition), partition.crossings(graph)
-    held = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
-    unused = owners.by_stage([*captured.uncalled_blocks(), *(name for name in owners.unused if name in held)])
-    return [
-        StageClass(
-            expressions, partition, crossings, owners, stage, placement[stage], nodes, held, unused.get(stage, ())
-        )
-        for stage, nodes in enumerate(partition.runs(graph))
-    ]
 
 
 class StageClass:
     """The class of one stage, and the values and state that it uses."""
 
     def __init__(
-        self,
-        expressions: Expressions,
-        partition: Partition,
-        crossings: Sequence[Crossing],
-        owners: Ownership,
-        stage: int,
-        rank: int,
-        nodes: Sequence[Node],
-        held: Collection[str],
-        unused: Sequence[str],
+        self, captured: Captured, partition: Partition, placement: Placement, expressions: Expressions, stage: int
     ) -> None:
-        """The stage of some nodes.
-
-        `held` are the names of all parameters and buffers, `unused` parts of the stage that the example did not use.
-        """
-        record = expressions.recording.record
-        self._expressions, self._stage, self._num_stages, self.rank = expressions, stage, partition.num_stages, rank
+        graph, record, model = expressions.recording.graph, expressions.recording.record, captured.model
+        owners, crossings = Ownership(graph, partition), partition.crossings(graph)
+        nodes = partition.runs(graph)[stage]
+        self._expressions, self._stage, self._num_stages = expressions, stage, partition.num_stages
+        self.rank = placement[stage]
         self.name = f"Stage{stage}"
         self.is_last = stage == partition.num_stages - 1
         self._outputs = record.outputs if self.is_last else None
         self._receives = {value.name: c.producer for c in crossings if c.consumer == stage for value in c.values}
         """the values from other stages, with the stage that sends each"""
-        self._sends: dict[str, tuple[int, ...]] = {}
+        sent = [(value.name, c.consumer) for c in crossings if c.producer == stage for value in c.values]
+        self._sends = {name: tuple(reader for value, reader in sent if value == name) for name, _ in sent}
         """the values for other stages, with the stages that receive each"""
-        for crossing in crossings:
-            for value in crossing.values if crossing.producer == stage else ():
-                self._sends[value.name] = (*self._sends.get(value.name, ()), crossing.consumer)
         self._steps = self._needed_steps(nodes, owners)
         """the calls of the stage whose results are used, and the guards whose values it has"""
         read = {*(name for step in self._steps for name in step.reads), *refs(self._outputs), *self._sends}
@@ -72,7 +44,11 @@ class StageClass:
         """the variables that `forward` returns, unless it is the last stage"""
         self._num_rerun = sum(node.name not in partition.stages[stage] for node in nodes)
         """the number of its nodes that belong to other stages: these depend on inputs only"""
-        blocks = [*(node.module for node in nodes if node.is_block), *unused]
+        held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        # Parts that the example did not use are in a stage too.
+        unused = [*captured.uncalled_blocks(), *(name for name in owners.unused if name in held)]
+        blocks = [node.module for node in nodes if node.is_block]
+        blocks += [name for name in unused if owners.of(name) == stage]
         state = [*(name for step in self._steps for name in step.arg_states), *states(self._outputs)]
         state += [buffer for step in self._steps if isinstance(step, Call) for _, buffer in step.results.updates]
         # A plain tensor attribute that nothing reads was left behind by a forward, and is not part of the state.
