@@ -44,42 +44,37 @@ def write_stages(captured: Captured, partition: Partition, placement: Placement,
     # Imports and constants are known only after all code has been written.
     classes = [stage.lines() for stage in stages]
     run = _run_lines(captured, stages, replace(expressions, device="torch.device(HOME)"))
-    written = "\n".join(line for lines in (*classes, run) for line in lines)
-    optional = [each for each in (support.with_attributes, support.with_arguments) if each.__name__ in written]
-    definitions: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, *optional]
-    standard, others = ["import inspect"], ["from torch import Tensor, nn", *names.import_lines]
     constants = {f"constant{n}": contiguous_entries(tensor).cpu() for n, tensor in enumerate(expressions.constants)}
     content, constants_path = save(constants), path.with_name(f"{path.stem}_constants.safetensors")
-    load_constants = []
-    if constants:
-        # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
-        digest = hashlib.sha256(content).hexdigest()
-        load_constants = [statement_lines(f"CONSTANTS = constants({constants_path.name!r}, {digest!r})")]
-        definitions.append(support.constants)
-        standard = ["import hashlib", *standard, "from pathlib import Path"]
-        others.append("from safetensors.torch import load")
-    head = [
-        *docstring_lines(_header(graph, captured.model, stages)),
-        "",
-        *standard,
-        "from typing import Any, ClassVar",
-        "",
-        "import torch",
-        *sorted(others, key=lambda line: line.split()[1]),
-        "",
-        f"TRAINING = {captured.model.training}",
-        *statement_lines(f"HOME = {recording.device!r}"),
-    ]
+    # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
+    digest = hashlib.sha256(content).hexdigest()
+    load_constants = statement_lines(f"CONSTANTS = constants({constants_path.name!r}, {digest!r})")
     settings = [
         f"PLACEMENT = {placement.ranks!r}  # the rank of each stage",
         *statement_lines(f"TIED = {graph.tied!r}"),
         *statement_lines(f"STAGES = {tuple_of(stage.name for stage in stages)}"),
     ]
-    copied = [inspect.getsource(definition).rstrip().split("\n") for definition in definitions]
-    sections = (head, *copied, *load_constants, *classes, settings, run)
+    sections = [*([load_constants] if constants else []), *classes, settings, run]
+    written = "\n\n\n".join("\n".join(lines) for lines in sections)
+    optional = (support.with_attributes, support.with_arguments, support.constants)
+    used = [each for each in optional if f"{each.__name__}(" in written]
+    definitions = (support.Part, support.Stage, support.expect, support.arguments, *used)
+    copied = [inspect.getsource(definition).rstrip() for definition in definitions]
+    head = [
+        *docstring_lines(_header(graph, captured.model, stages)),
+        "",
+        "import inspect",
+        "from typing import Any, ClassVar",
+        "",
+        "import torch",
+        *sorted(["from torch import Tensor, nn", *names.import_lines], key=lambda line: line.split()[1]),
+        "",
+        f"TRAINING = {captured.model.training}",
+        *statement_lines(f"HOME = {recording.device!r}"),
+    ]
     if constants:
         write_atomic(constants_path, content)
-    write_atomic(path, "\n\n\n".join("\n".join(lines) for lines in sections) + "\n")
+    write_atomic(path, "\n\n\n".join(("\n".join(head), *copied, written)) + "\n")
     return path
 
 

@@ -1,12 +1,9 @@
 """Definitions that every generated file contains besides its stages: their source is copied as it is here."""
 
-import hashlib
 import inspect
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load
 from torch import Tensor, nn
 
 TRAINING = True
@@ -105,6 +102,11 @@ def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def constants(name: str, digest: str) -> dict[str, Tensor]:
     """The tensors in the file beside this one, whose content must be the one that was written with this file."""
+    import hashlib
+    from pathlib import Path
+
+    from safetensors.torch import load
+
     content = Path(__file__).with_name(name).read_bytes()
     expect(hashlib.sha256(content).hexdigest(), digest, f"the content of {name}")
     return load(content)
