@@ -1,5 +1,6 @@
 """One stage of the file: the calls of the recording that it makes, and its class."""
 
+import ast
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch.overrides import resolve_name
@@ -104,13 +105,14 @@ class StageClass:
             "RECEIVES": repr({variables[value]: stage for value, stage in self._receives.items()}),
             "SENDS": repr({variables[value]: stages for value, stages in self._sends.items()}),
         }
+        signature = f"forward({', '.join(('self', *self.parameters))})"
         return [
             f"class {self.name}(Stage):",
             *docstring_lines(self._description(), INDENT),
             "",
             *(line for name, table in tables.items() for line in statement_lines(f"{name} = {table}", INDENT)),
             "",
-            *broken_lines(f"def forward({', '.join(('self', *self.parameters))}):", INDENT),
+            *broken_lines(f"def {signature}:", ast.parse(signature), INDENT),
             *body_lines(self._statements(), 2 * INDENT),
         ]
 

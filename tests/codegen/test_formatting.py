@@ -25,6 +25,9 @@ LONG = {
     "empty brackets": f"found = {'.'.join(NAMES)}()",
     "return of a tuple": f"return {ITEMS}",
     "in place": f"found += function({ITEMS})",
+    "operand": f"found = other * function({ITEMS})",
+    "the same display twice": f"found = function([{ITEMS}])[0] + other([{ITEMS}])",
+    "unpacked": f"found = function(*({ITEMS}), **{{'a b': 1, **more}})",
     "exponent": f"found = function({ITEMS}, 1e+30, -3.4e+38, name1e + 2, '1e+30')",
 }
 # fmt: on
@@ -38,7 +41,9 @@ def test_a_broken_statement_means_the_same(code):
     assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(code))
 
 
-@pytest.mark.parametrize("name", ["call", "keywords", "nested", "list", "dict", "return of a tuple", "in place"])
+@pytest.mark.parametrize(
+    "name", ["call", "keywords", "nested", "list", "dict", "return of a tuple", "in place", "operand"]
+)
 def test_brackets_at_the_end_of_a_statement_are_broken(name):
     lines = statement_lines(LONG[name])
     assert len(lines) > 2
@@ -46,7 +51,8 @@ def test_brackets_at_the_end_of_a_statement_are_broken(name):
 
 
 def test_a_long_signature_is_broken():
-    lines = broken_lines(f"def forward(self, {ITEMS}):", "    ")
+    signature = f"forward(self, {ITEMS})"
+    lines = broken_lines(f"def {signature}:", ast.parse(signature), "    ")
     assert lines[0] == "    def forward("
     assert lines[-1] == "    ):"
     assert all(len(line) <= WIDTH for line in lines)
