@@ -495,7 +495,7 @@ class Recorder(TorchFunctionMode):
         made = tensors_in(result)
         results = Results(self.table.name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
-            self.returned[name] = structure_with_names(result, self.table.name_or_empty)
+            self.returned[name] = structure_with_names(result, lambda tensor, _: self.table.name_or_empty(tensor))
         keys = (*object_keys(trees[0]), *object_keys(trees[1]))
         has_constant = any(isinstance(self.writer.live[key], Tensor) for key in keys)
         if has_constant and (function := self._enclosing_function()):

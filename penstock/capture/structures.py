@@ -46,14 +46,19 @@ def opaque_leaves(structure: object, is_known: Callable[[Any], bool]) -> list[ob
     return [leaf for leaf in leaves(structure) if not _is_shown_by_structure(leaf) and not is_known(leaf)]
 
 
-def structure_with_names(structure: object, name: Callable[[Tensor], str]) -> Any:
-    """The structure with containers as their Parts and tensors as references to their names."""
+def structure_with_names(structure: object, name: Callable[[Tensor, str], str], path: str = "") -> Any:
+    """The structure with containers as their Parts and tensors as references to their names.
+
+    `name` is called with each tensor and its path: `path` and the keys that lead to the tensor, with dots between.
+    """
     if isinstance(structure, Tensor):
-        return Ref(name(structure))
+        return Ref(name(structure, path))
     parts = flatten_one_level(structure)
     if parts is None:
         return structure
-    return Parts(parts.kind, parts.keys, tuple(structure_with_names(item, name) for item in parts.items))
+    pairs = zip(parts.keys, parts.items, strict=True)
+    items = (structure_with_names(item, name, f"{path}.{key}") for key, item in pairs)
+    return Parts(parts.kind, parts.keys, tuple(items))
 
 
 def _is_shown_by_structure(leaf: object) -> bool:

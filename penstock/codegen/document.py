@@ -6,20 +6,19 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
-from penstock.capture import Captured, contiguous_entries
+from penstock.capture import Captured, contiguous_entries, structure_with_names
 from penstock.codegen import support
 from penstock.codegen.expressions import Expressions, tuple_of
 from penstock.codegen.formatting import INDENT, docstring_lines, statement_lines
 from penstock.codegen.names import Names, is_identifier, name_values
 from penstock.codegen.stage_class import StageClass
 from penstock.codegen.statements import StatementWriter, expect
-from penstock.ir import Graph, Partition, Parts, Placement, Ref, counted, flatten_one_level, write_atomic
+from penstock.ir import Graph, Partition, Placement, counted, write_atomic
 from penstock.stages import Ownership, check_guards
 
 
@@ -44,7 +43,8 @@ def write_stages(captured: Captured, partition: Partition, placement: Placement,
     # Imports and constants are known only after all code has been written.
     classes = [stage.lines() for stage in stages]
     run = _run_lines(captured, stages, replace(expressions, device="torch.device(HOME)"))
-    constants = {f"constant{n}": contiguous_entries(tensor).cpu() for n, tensor in enumerate(expressions.constants)}
+    tensors = enumerate(expressions.constants.values())
+    constants = {f"constant{n}": contiguous_entries(tensor).cpu() for n, tensor in tensors}
     content, constants_path = save(constants), path.with_name(f"{path.stem}_constants.safetensors")
     # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
     digest = hashlib.sha256(content).hexdigest()
@@ -110,11 +110,12 @@ def _run_lines(captured: Captured, stages: Sequence[StageClass], expressions: Ex
     extra = "".join(f"{name!r}: {expressions.expression(value, name)}, " for name, value in added.items())
     statements = [f"given = arguments(model, args, {f'{{{extra}**kwargs}}' if added else 'kwargs'})"]
     statements.append(expect("sorted(given)", repr(sorted(recorded)), "the list of arguments"))
-    read = {expressions.variables[name] for stage in stages for name in stage.inputs}
+    read = {name: expressions.variables[name] for stage in stages for name in stage.inputs}
     # Every argument that is not a tensor must be the recorded one.
     writer = StatementWriter(expressions, read, is_checked=lambda _: True)
     for name, value in recorded.items():
-        statements += writer.unpack(f"given[{name!r}]", _with_names(value, name), name)
+        named = structure_with_names(value, lambda _, path: path, name)
+        statements += writer.unpack(f"given[{name!r}]", named, name)
     for stage in stages:
         result = "return " if stage.is_last else f"{', '.join(stage.returned)} = " if stage.returned else ""
         statements.append(f"{result}{stage.name}(model)({', '.join(stage.parameters)})")
@@ -123,14 +124,3 @@ def _run_lines(captured: Captured, stages: Sequence[StageClass], expressions: Ex
         *docstring_lines(["Run all stages, called like the model; returns the output of the model."], INDENT),
         *(line for statement in statements for line in statement_lines(statement, INDENT)),
     ]
-
-
-def _with_names(value: Any, name: str) -> Any:
-    """An argument with containers as their Parts and tensors as references to their names."""
-    if isinstance(value, Tensor):
-        return Ref(name)
-    parts = flatten_one_level(value)
-    if parts is None:
-        return value
-    items = (_with_names(item, f"{name}.{key}") for key, item in zip(parts.keys, parts.items, strict=True))
-    return Parts(parts.kind, parts.keys, tuple(items))

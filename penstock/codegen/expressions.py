@@ -6,7 +6,6 @@ of a model appear only as identifiers that were checked, or inside literals.
 
 import cmath
 import enum
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,14 +29,20 @@ _OPERATORS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
 }
 """by the name of a method without underscores"""
+_FORMS = {
+    "neg": "-({0})", "__neg__": "-({0})", "__invert__": "~({0})",
+    "__bool__": "bool({0})", "__int__": "int({0})", "__float__": "float({0})", "__complex__": "complex({0})",
+    **{name: f"({{0}}) {sign} ({{1}})" for word, sign in _OPERATORS.items() for name in (word, f"__{word}__")},
+}
+"""by the name of a method: the expression for a call of it"""
+_REFLECTED = {f"__r{word}__": f"({{1}}) {sign} ({{0}})" for word, sign in _OPERATORS.items()}
+"""the same for methods that Python calls if a number is on the left"""
+_IN_PLACE = {"add_": "{0} += {1}", "sub_": "{0} -= {1}", "mul_": "{0} *= {1}", "div_": "{0} /= {1}"}
+"""the same for methods that write their tensor, which must be in a variable"""
 _INLINE_DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )
 # fmt: on
-_REFLECTED = ("__rsub__", "__rpow__", "__rdiv__", "__rtruediv__", "__rfloordiv__")
-_IN_PLACE = ("add_", "sub_", "mul_", "div_")
-_UNARY = {"neg": "-", "__neg__": "-", "__invert__": "~"}
-_CONVERSIONS = {"__bool__": "bool", "__int__": "int", "__float__": "float", "__complex__": "complex"}
 _MAX_INLINE = 16
 """most elements of a constant tensor that is written into the code; larger ones go to the file beside it"""
 _STAGE_ATTRIBUTES = frozenset((*dir(support.Stage), *support.Stage.__annotations__, "training"))
@@ -45,11 +50,9 @@ _STAGE_ATTRIBUTES = frozenset((*dir(support.Stage), *support.Stage.__annotations
 
 
 def literal(value: bool | int | float | complex | str | bytes | tuple[Any, ...] | None) -> str:
-    """The literal of a plain value; NaN and Inf have none and become calls of `float`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float({str(value)!r})"
-    if isinstance(value, complex) and not cmath.isfinite(value):
-        return f"complex({literal(value.real)}, {literal(value.imag)})"
+    """The literal of a plain value; NaN and Inf have none and become calls of `float` or `complex`."""
+    if isinstance(value, float | complex) and not cmath.isfinite(value):
+        return f"{type(value).__name__}({str(value)!r})"
     return repr(value)
 
 
@@ -71,8 +74,8 @@ class Expressions:
     names: Names
     blocks: Collection[str]
     """modules of the model that its stages hold whole"""
-    constants: list[Tensor] = field(default_factory=list)
-    """large tensors that are not part of the model: they are in a file beside the code"""
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    """large tensors that are not part of the model, by `id`: they are in a file beside the code"""
     device: str = "self.device"
     """the expression for the device of the model"""
 
@@ -142,10 +145,8 @@ class Expressions:
         is_usual = tensor.layout is torch.strided and tensor.dtype in _INLINE_DTYPES and tensor.device.type == "cpu"
         if is_usual and 0 < tensor.numel() <= _MAX_INLINE and bool(tensor.isfinite().all()):
             return f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype})"
-        place = next((place for place, other in enumerate(self.constants) if other is tensor), len(self.constants))
-        if place == len(self.constants):
-            self.constants.append(tensor)
-        return f"CONSTANTS['constant{place}']"
+        self.constants.setdefault(id(tensor), tensor)
+        return f"CONSTANTS['constant{list(self.constants).index(id(tensor))}']"
 
     def _container(self, parts: Parts, where: str) -> str:
         """A container of any class, as `unflatten_one_level` makes it."""
@@ -197,19 +198,11 @@ class Expressions:
         if name in ("__getitem__", "__setitem__"):
             item = f"{first}[{self._index(operands[1], where)}]"
             return f"{item} = {rest[1]}" if name == "__setitem__" else item
-        if not rest:
-            form = _CONVERSIONS.get(name) or _UNARY.get(name)
-            return f"{form}({first})" if form else ""
-        is_number = isinstance(operands[1], bool | int | float)
-        if len(rest) > 1 or not (is_number or self._is_tensor(operands[1])):
-            return ""
-        if name in _IN_PLACE:
-            return f"{first} {_OPERATORS[name[:-1]]}= {rest[0]}" if isinstance(operands[0], Ref) else ""
-        if name in _REFLECTED:
-            return f"({rest[0]}) {_OPERATORS[name[3:-2]]} ({first})" if is_number else ""
-        is_written = name.endswith("_") and not name.startswith("__")
-        operator = None if is_written else _OPERATORS.get(name.strip("_"))
-        return f"({first}) {operator} ({rest[0]})" if operator else ""
+        is_number = isinstance(operands[-1], bool | int | float)
+        reflected, in_place = is_number and _REFLECTED.get(name), isinstance(operands[0], Ref) and _IN_PLACE.get(name)
+        form = _FORMS.get(name) or reflected or in_place or ""
+        is_operator = form.count("{") == len(operands) and (is_number or self._is_tensor(operands[-1]))
+        return form.format(first, *rest) if is_operator else ""
 
     def _index(self, tree: Tree, where: str) -> str:
         """An index; slices in it are written with colons."""

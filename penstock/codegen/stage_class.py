@@ -36,7 +36,9 @@ class StageClass:
         self._steps = self._needed_steps(nodes, owners)
         """the calls of the stage whose results are used, and the guards whose values it has"""
         read = {*(name for step in self._steps for name in step.reads), *refs(self._outputs), *self._sends}
-        self._read = set(self._variables(read))
+        used = set(self._variables(read))
+        self._read = {name: variable for name, variable in expressions.variables.items() if variable in used}
+        """the values whose variables are read, also after a write in place, with these variables"""
         self.inputs = [name for name in record.inputs if name in read]
         """the inputs of the model that it needs"""
         self.parameters = self._variables((*self.inputs, *self._receives))

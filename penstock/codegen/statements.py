@@ -2,7 +2,7 @@
 
 import ast
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,11 +13,10 @@ import torch
 from penstock.codegen.expressions import Expressions, tuple_of
 from penstock.codegen.formatting import INDENT, WIDTH, statement_lines
 from penstock.codegen.names import is_plain_path
-from penstock.errors import CodeError
 from penstock.ir import TENSOR, Call, CallContext, Guard, ObjectRef, Parts, Ref, State
 
 _MAX_NUMBERS = 64
-"""most entries of an array that a guard compares"""
+"""most entries of an array in a guard that is written into the code"""
 # fmt: off
 _SHAPE_FOLLOWS = {
     "add", "addmm", "baddbmm", "bmm", "cat", "clone", "contiguous", "conv1d", "conv2d", "cos", "cumsum", "div",
@@ -76,8 +75,8 @@ class StatementWriter:
     """Writes the statements of one function of the file."""
 
     expressions: Expressions
-    read: Collection[str]
-    """the variables that are read, in this stage or by the stages that it sends to"""
+    variables: Mapping[str, str]
+    """the variables of values that are read, in this stage or by the stages that it sends to"""
     is_checked: Callable[[Any], bool] = is_plain
     """whether a value that is not a tensor must be the recorded one"""
 
@@ -100,17 +99,12 @@ class StatementWriter:
         live, where = self.expressions.recording.live, f"{guard.scope or 'the model'}, {guard.name}"
         found = self.expressions.function_call(live[guard.target], guard.args, guard.kwargs, where)
         expected = live[guard.expected].value
-        if isinstance(expected, np.ndarray):
-            if expected.size > _MAX_NUMBERS:
-                raise CodeError(
-                    "an array that the model reads must be small enough to be written into the code",
-                    where=where,
-                    numbers=expected.size,
-                    limit=_MAX_NUMBERS,
-                    hint="keep the module that reads it whole (basic_blocks)",
-                )
-            found, expected = f"({found}).tolist()", expected.tolist()
-        return expect(found, self.expressions.expression(expected, where), where)
+        if not isinstance(expected, np.ndarray):
+            return expect(found, self.expressions.expression(expected, where), where)
+        # Large arrays are in the file of constants.
+        is_small = expected.size <= _MAX_NUMBERS
+        recorded = self.expressions.expression(expected.tolist() if is_small else torch.tensor(expected), where)
+        return expect(f"({found}).tolist()", recorded if is_small else f"{recorded}.tolist()", where)
 
     def _call(self, step: Call) -> Iterator[Statement]:
         """The call, the statements that unpack its result, and checks of sizes that the model read."""
@@ -150,14 +144,13 @@ class StatementWriter:
             code = expressions.function_call(recording.live[step.target], args, kwargs, where)
         if not isinstance(ast.parse(code).body[0], ast.Expr):
             yield code
-        elif step.results.structure == TENSOR:
-            variable = expressions.variables.get(step.results.values[0])
-            updated = {expressions.variables[new] for new, _ in step.results.updates}
-            yield f"{variable} = {code}" if variable in self.read and variable not in updated else code
+            return
+        result = Ref(step.results.values[0]) if step.results.structure == TENSOR else recording.returned[where]
+        updated = {expressions.variables[new] for new, _ in step.results.updates}
+        if result is None or (isinstance(result, Ref) and self.variables.get(result.value) in updated):
+            yield code
         else:
-            result = recording.returned[where]
-            unpacked = [] if result is None else list(self.unpack(code, result, f"the result of {where}"))
-            yield from unpacked or [code]
+            yield from list(self.unpack(code, result, f"the result of {where}")) or [code]
 
     def unpack(self, code: str, result: Any, what: str) -> Iterator[str]:
         """Assign the tensors in the result of `code` to their variables, and check everything else.
@@ -165,8 +158,8 @@ class StatementWriter:
         The result is given as it was recorded: containers as Parts, tensors as Refs. `what` names it in errors.
         """
         if isinstance(result, Ref):
-            if self._variable(result) != "_":
-                yield f"{self._variable(result)} = {code}"
+            if result.value in self.variables:
+                yield f"{self.variables[result.value]} = {code}"
         elif not isinstance(result, Parts):
             if self.is_checked(result):
                 yield expect(code, self.expressions.expression(result, what), what)
@@ -192,15 +185,10 @@ class StatementWriter:
     def _target(self, item: Any, later: list[tuple[str, Any]]) -> str:
         """The target of an item in an assignment; one that must still be checked or unpacked is added to `later`."""
         if isinstance(item, Ref):
-            return self._variable(item)
+            return self.variables.get(item.value, "_")
         if isinstance(item, Parts) and issubclass(item.kind, list | tuple) and item.items:
             return tuple_of(self._target(inner, later) for inner in item.items)
         if not isinstance(item, Parts) and not self.is_checked(item):
             return "_"
         later.append((self.expressions.names.fresh("none" if item is None else "part"), item))
         return later[-1][0]
-
-    def _variable(self, ref: Ref) -> str:
-        """The variable of a tensor; `_` if nothing reads it."""
-        found = self.expressions.variables.get(ref.value, "_")
-        return found if found in self.read else "_"

@@ -49,6 +49,7 @@ FORMS = {
     "2 ** tanh": lambda x: 2**x,
     "(-2.5) ** round_": lambda x: (-2.5) ** x.detach().round() + x,
     "3 / tanh": lambda x: 3 / x,
+    "2 % detach": lambda x: 2 % x.detach() + x,
     "tanh ** 2": lambda x: x**2,
     "-tanh": lambda x: -x,
     "~gt": lambda x: x * ~(x > 0),
@@ -69,9 +70,11 @@ FORMS = {
     "torch.ops.aten.mul.Tensor(tanh, tanh)": lambda x: torch.ops.aten.mul.Tensor(x, x),
     "torch.einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
     "tanh.masked_fill(eq, float(\"-inf\"))": lambda x: x.masked_fill(x == 2, float("-inf")),
+    "complex(\"(1+infj)\")": lambda x: x + torch.isinf(x * complex(1, float("inf"))),
     "expect(bool(gt), False,": lambda x: x / 2 if x.abs().max() > 100 else x,
     "expect(argmax.tolist(),": lambda x: x + sum(x.detach().argmax(1).tolist()),
     "expect(int(sum_), 4,": lambda x: x * int(torch.ones(4).sum()),
+    "expect(ones_2.numpy().tolist(), CONSTANTS": lambda x: x * float(np.sum(torch.ones(65).numpy())),
     "expect(ones_2.numpy().tolist(), [1.0, 1.0],": lambda x: x * float(np.sum(torch.ones(2).numpy())),
 }
 # fmt: on
