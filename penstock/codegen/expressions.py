@@ -151,23 +151,21 @@ class Expressions:
     def _container(self, parts: Parts, where: str) -> str:
         """A container of any class, as `unflatten_one_level` makes it."""
         kind, (keys, items) = parts.kind, ([self.expression(part, where) for part in side] for side in parts[1:])
-        if kind is tuple:
-            return tuple_of(items)
-        if kind in (list, slice):
-            return f"[{', '.join(items)}]" if kind is list else f"slice({', '.join(items)})"
-        if kind is dict:
-            return dict_of(keys, items)
+        inside, mapping = ", ".join(items), dict_of(keys, items)
+        builtin = {tuple: tuple_of(items), list: f"[{inside}]", dict: mapping, slice: f"slice({inside})"}
+        if kind in builtin:
+            return builtin[kind]
         name = self.imported(kind, where)
         if issubclass(kind, tuple | list):
-            return f"{name}({', '.join(items)})" if hasattr(kind, "_fields") else f"{name}([{', '.join(items)}])"
+            return f"{name}({inside})" if hasattr(kind, "_fields") else f"{name}([{inside}])"
         if hasattr(kind, "__dataclass_fields__"):
             if kind.__dataclass_params__.init:  # type: ignore[attr-defined]
                 return f"{name}({_keyword_arguments(parts.keys, items)})"
         elif issubclass(kind, Mapping):
             # A defaultdict is written with no factory, as nothing adds keys to it any more.
-            return f"{name}({'None, ' if issubclass(kind, defaultdict) else ''}{dict_of(keys, items)})"
+            return f"{name}({'None, ' if issubclass(kind, defaultdict) else ''}{mapping})"
         elif is_attributes_only(kind) and kind not in SUPPORTED_NODES:
-            return f"with_attributes({name}, {dict_of(keys, items)})"
+            return f"with_attributes({name}, {mapping})"
         raise not_writable(kind, where)
 
     def call(self, function: str, args: Sequence[Tree], kwargs: Any, where: str) -> str:

@@ -44,9 +44,7 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
     for context, group in groupby(statements, key=lambda statement: statement.context):
         inner = indent
         if context != _NO_CONTEXT:
-            managers = []
-            if context.grad is not None:
-                managers.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
+            managers = {None: [], True: ["torch.enable_grad()"], False: ["torch.no_grad()"]}[context.grad]
             for device, is_enabled, dtype in context.autocast:
                 enabled = "" if is_enabled else ", enabled=False"
                 managers.append(f'torch.autocast("{torch.device(device)}", dtype={dtype}{enabled})')
