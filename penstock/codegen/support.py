@@ -29,13 +29,10 @@ class Part(nn.Module):
         for parent in parents:
             branch = branch._modules.setdefault(parent, Part())
             owner = owner.get_submodule(parent)
-        for kind in ("_modules", "_parameters", "_buffers"):
+        for kind in ("_modules", "_parameters", "_buffers", "__dict__"):
             if name in getattr(owner, kind):
                 getattr(branch, kind)[name] = getattr(owner, kind)[name]
-                if kind == "_buffers" and name in owner._non_persistent_buffers_set:
-                    branch._non_persistent_buffers_set.add(name)
-                return
-        vars(branch)[name] = getattr(owner, name)
+        branch._non_persistent_buffers_set |= owner._non_persistent_buffers_set & {name}
 
 
 class Stage(Part):
