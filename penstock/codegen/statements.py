@@ -121,9 +121,7 @@ class StatementWriter:
             # The next forward writes the buffer again, so the value is a copy. Even after a call without gradients
             # the buffer may be part of a graph.
             yield Statement(f"{code}.clone()", CallContext(grad=True) if step.context.grad is False else _NO_CONTEXT)
-        if not node.is_block and node.kind in _SHAPE_FOLLOWS:
-            return
-        for value in new:
+        for value in new if node.is_block or node.kind not in _SHAPE_FOLLOWS else ():
             if value in recording.size_reads:
                 name, shape = expressions.variables[value], tuple(graph.spec(value).shape)
                 yield Statement(expect(f"tuple({name}.shape)", repr(shape), f"the size of {name}"), step.context)
