@@ -25,7 +25,7 @@ from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.api.rank_parameters import RankParameters, StepGradients, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
-from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
+from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, RunState, Saver
 from penstock.errors import CheckpointError, PenstockError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
@@ -625,8 +625,7 @@ class Pipeline:
             self._refuse("save", error)
         self.check_optimizer(optimizer)
         scaler = self._loss_head.scaler
-        run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
-        run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
+        run = RunState(self.num_steps, position, extra, None if scaler is None else scaler.state_dict())
         number = self.num_steps if step is None else step
         return self._saver.save(self.plan, number, optimizer, scheduler, run, options)
 
