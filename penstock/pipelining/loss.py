@@ -12,8 +12,8 @@ from penstock.batches import TARGET, Microbatch, SampleAxis, microbatch_sizes
 from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import named_leaves
-from penstock.loss import LossStep, LossWeights
-from penstock.runtime import MicrobatchWarning, checked_loss, no_gradient_error
+from penstock.loss import LossStep, LossWeights, no_gradient_error
+from penstock.runtime import MicrobatchWarning, scalar_loss
 
 
 class _OnePipeline:
@@ -79,7 +79,7 @@ class StepLoss:
         returned = self(output, given.target)
         if not isinstance(returned, Tensor):
             raise RunError("loss_fn must return a tensor", got=type(returned).__name__)
-        loss = checked_loss("", returned, given.size)
+        loss = scalar_loss("", returned, given.size)
         self.losses[microbatch] = loss.detach().clone()
         if not step.is_training:
             return loss, 1.0
