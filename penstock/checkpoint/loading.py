@@ -185,6 +185,7 @@ class Loader:
                 position=run.position,
                 extra=run.extra,
                 bytes_checked=bytes_checked,
+                fit_progress=run.fit_progress,
             )
 
         def apply() -> None:

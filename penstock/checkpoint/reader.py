@@ -49,6 +49,8 @@ class Loaded:
     """the `extra` given to `save`"""
     bytes_checked: int = 0
     """size of the files whose digests this rank verified, on behalf of all ranks"""
+    fit_progress: tuple[int, int] = (0, 0)
+    """number of steps that `fit` had taken after its last one, and of those of the Pipeline at that time"""
 
 
 class TensorReader:

@@ -30,11 +30,14 @@ class RunState:
     """the `extra` given to `save`"""
     scaler: Any = None
     """the state of the scaler; None if there is none"""
+    fit_progress: tuple[int, int] = (0, 0)
+    """number of steps that `fit` had taken after its last one, and `num_steps` at that time"""
 
     def encode(self, tensors: NamedTensors) -> dict[str, Any]:
         """The document as JSON values; its tensors are added to `tensors`."""
         fields = {} if self.scaler is None else {"scaler": self.scaler}
         fields |= {"position": self.position, "extra": self.extra, "num_steps": self.num_steps}
+        fields |= {"fit_progress": list(self.fit_progress)} if any(self.fit_progress) else {}
         return {name: encode_tree(value, tensors, name) for name, value in fields.items()}
 
     @classmethod
@@ -45,15 +48,14 @@ class RunState:
         num_steps = as_int(document.get("num_steps"))
         if num_steps is not None and not 0 <= num_steps <= MAX_STEP:
             raise DamagedError("invalid number of steps in a document", num_steps=str(num_steps)[:60])
+        num_steps = step if num_steps is None else num_steps  # without it each step was one of the Pipeline
+        fit_steps, fit_calls = map(as_int, document.get("fit_progress", (0, 0)))
+        if not all(number is not None and 0 <= number <= MAX_STEP for number in (fit_steps, fit_calls)):
+            raise DamagedError("invalid steps of fit in a document", fit_progress=repr(document["fit_progress"])[:60])
         if "scaler" in document and document["scaler"] is None:
             raise DamagedError("the state of the scaler cannot be read", reason="it is null")
-        return cls(
-            # Without it every step of the run is one of the Pipeline.
-            step if num_steps is None else num_steps,
-            document.get("position"),
-            document.get("extra"),
-            document.get("scaler"),
-        )
+        position, extra, scaler = (document.get(name) for name in ("position", "extra", "scaler"))
+        return cls(num_steps, position, extra, scaler, (fit_steps, fit_calls))
 
     def scaler_restorer(self, scaler: GradScaler) -> Callable[[], None]:
         """Check the state of the scaler; the returned function restores it. Does nothing if there is no state."""
