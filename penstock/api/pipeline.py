@@ -25,7 +25,7 @@ from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.api.rank_parameters import RankParameters, StepGradients, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
-from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver
+from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, RunState, Saver
 from penstock.errors import CheckpointError, PenstockError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
@@ -134,8 +134,8 @@ class Pipeline:
         self._options, self._staleness = options, staleness
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
-        self.fit_progress = 0, 0
-        """the steps that `fit` had taken after its last one, and `num_steps` at that time"""
+        self._fit_progress = 0, 0
+        """the steps that `fit` had taken after its last one, and `num_steps` at that time; `fit` sets it"""
 
         given_model, self._loss_fn = model, loss_fn
         model, loss_fn = split_model(model, plan, loss_fn)
@@ -625,8 +625,8 @@ class Pipeline:
             self._refuse("save", error)
         self.check_optimizer(optimizer)
         scaler = self._loss_head.scaler
-        run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
-        run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
+        scaler_state = None if scaler is None else scaler.state_dict()
+        run = RunState(self.num_steps, position, extra, scaler_state, self._fit_progress)
         number = self.num_steps if step is None else step
         return self._saver.save(self.plan, number, optimizer, scheduler, run, options)
 
@@ -660,7 +660,8 @@ class Pipeline:
         targets = LoadTargets(optimizer, scheduler, self._loss_head.scaler, bool(random_state))
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
         check_tied_weights(self.plan, self._part.tied, self._part.groups)
-        self.num_steps = self.num_steps if loaded.num_steps is None else loaded.num_steps
+        if loaded.num_steps is not None:
+            self.num_steps, self._fit_progress = loaded.num_steps, loaded.fit_progress
         self._mark_model_outdated()
         return loaded
 

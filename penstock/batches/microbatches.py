@@ -280,7 +280,7 @@ def _structure(value: Any) -> Any:
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     """The number of samples of each microbatch: equal to within one, larger ones first, none of them empty.
 
-    `flat` and `pipelining` split the inputs and targets of hand-written stages into the same sizes, by `split_tensor`.
+    `flat` and `pipelining` split the inputs and targets of hand-written stages into the same sizes.
     """
     if num_microbatches < 1:
         raise RunError("microbatches must be 1 or more", got=num_microbatches)

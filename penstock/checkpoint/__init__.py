@@ -6,6 +6,7 @@ directory.py        a directory of checkpoints: names, renaming, removing, listi
 locks.py            locks, so that no checkpoint is removed while it is read
 saving.py           Saver: the files of each rank, and the manifest
 writer.py           writes them, in a thread if asked to
+run_state.py        RunState: steps taken, position, extra and scaler, as they are written and read
 reader.py           CheckpointReader: documents and tensors of one checkpoint
 loading.py          Loader: each rank reads its part of the newest good checkpoint
 names.py            tensors of a checkpoint for the names of a model
@@ -31,7 +32,8 @@ from penstock.checkpoint.locks import VanishedError, lock_exclusively
 from penstock.checkpoint.manifest import check_digests, read_manifest, step_of
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
-from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader
+from penstock.checkpoint.reader import CONFIG, PLAN, CheckpointReader, Loaded, TensorReader
+from penstock.checkpoint.run_state import RUN, RunState
 from penstock.checkpoint.saving import CheckpointOptions, Saver
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter

@@ -16,22 +16,15 @@ from penstock.checkpoint.collective import run_on_first_rank, sync_after
 from penstock.checkpoint.directory import MAX_TRIES, open_tensors, with_checkpoints
 from penstock.checkpoint.locks import VanishedError, lock_shared, vanished
 from penstock.checkpoint.lr_scheduler_state import SavedSchedulers
-from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.optimizer_state import check_optimizer
 from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded, TensorReader
+from penstock.checkpoint.run_state import RunState
 from penstock.checkpoint.saving import parameter_names, plan_bytes, random_state_restorer
 from penstock.checkpoint.sources import is_hugging_face
-from penstock.errors import CheckpointError, DamagedError, PenstockWarning, RunError
-from penstock.ir import Plan, as_int, printable
-from penstock.runtime import (
-    GradScaler,
-    ModelPart,
-    RankSync,
-    SyncRequest,
-    SyncVote,
-    unsaved_buffer_names,
-)
+from penstock.errors import CheckpointError, DamagedError, PenstockWarning
+from penstock.ir import Plan, printable
+from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, unsaved_buffer_names
 
 T = TypeVar("T")
 
@@ -188,10 +181,11 @@ class Loader:
                 bytes_read=loaded.bytes_read + reader.bytes_read,
                 path=str(reader.directory),
                 step=reader.manifest.step,
-                num_steps=_num_steps(run, reader.manifest.step),
-                position=run.get("position"),
-                extra=run.get("extra"),
+                num_steps=run.num_steps,
+                position=run.position,
+                extra=run.extra,
                 bytes_checked=bytes_checked,
+                fit_progress=run.fit_progress,
             )
 
         def apply() -> None:
@@ -200,9 +194,7 @@ class Loader:
 
         return _Pending(loaded, apply)
 
-    def _restorers(
-        self, reader: CheckpointReader, run: dict[str, Any], targets: LoadTargets
-    ) -> list[Callable[[], None]]:
+    def _restorers(self, reader: CheckpointReader, run: RunState, targets: LoadTargets) -> list[Callable[[], None]]:
         """Functions that restore optimizer, scheduler and scaler; everything is read and checked here."""
         restorers: list[Callable[[], None]] = []
         if targets.optimizer is not None:
@@ -221,12 +213,8 @@ class Loader:
                 # Another plan: the state depends on the groups of this rank's optimizer, which is restored before.
                 state_for_groups = saved.for_optimizer(targets.optimizer)
                 restorers.append(lambda: targets.scheduler.load_state_dict(state_for_groups()))
-        if targets.scaler is not None and "scaler" in run:
-            try:
-                GradScaler().load_state_dict(run["scaler"])  # on another one, so that nothing changes yet
-            except RunError as error:
-                raise DamagedError("the state of the scaler cannot be read", reason=error.problem) from None
-            restorers.append(lambda: targets.scaler.load_state_dict(run["scaler"]))
+        if targets.scaler is not None:
+            restorers.append(run.scaler_restorer(targets.scaler))
         return restorers
 
 
@@ -251,10 +239,3 @@ def _read_weights(part: ModelPart, reader: TensorReader) -> tuple[dict[str, Tens
     sources = match_names(reader.names, names)
     sources |= {name: sources[row.whole] for name, row in part.rows.slices.items()}
     return reader.read(sources, own, part.rows.slices)
-
-
-def _num_steps(run: dict[str, Any], step: int) -> int:
-    taken = as_int(run.get("num_steps"))
-    if taken is not None and not 0 <= taken <= MAX_STEP:
-        raise DamagedError("invalid number of steps in a document", num_steps=str(taken)[:60])
-    return step if taken is None else taken

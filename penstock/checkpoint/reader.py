@@ -16,13 +16,14 @@ from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
+from penstock.checkpoint.run_state import RUN, RunState
 from penstock.checkpoint.sources import DOWNLOAD_AGAIN
 from penstock.checkpoint.tensor_file import DTYPES, TensorFile, read_bytes
 from penstock.errors import CheckpointError, DamagedError, PenstockError
 from penstock.runtime import FindTensor, decode_tree, parse_json
 
-RUN, PLAN, CONFIG = "run", "plan.json", "config.json"
-"""the document of scaler, position and extra; the plan; the configuration of a transformers model"""
+PLAN, CONFIG = "plan.json", "config.json"
+"""the plan; the configuration of a transformers model"""
 _WRONG_TYPES = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -48,6 +49,8 @@ class Loaded:
     """the `extra` given to `save`"""
     bytes_checked: int = 0
     """size of the files whose digests this rank verified, on behalf of all ranks"""
+    fit_progress: tuple[int, int] = (0, 0)
+    """number of steps that `fit` had taken after its last one, and of those of the Pipeline at that time"""
 
 
 class TensorReader:
@@ -233,12 +236,9 @@ class CheckpointReader:
         return decode_tree(self.json_object(stem), self.tensor_finder(stem))
 
     @property
-    def run(self) -> dict[str, Any]:
-        """Scaler, position and extra."""
-        content = self.document(RUN)
-        if not isinstance(content, dict):
-            raise DamagedError("a document is not a JSON object", file=RUN)
-        return content
+    def run(self) -> RunState:
+        """The state of the run, read inside `documents`."""
+        return RunState.decode(self.document(RUN), self.manifest.step)
 
     @property
     def optimizer(self) -> SavedOptimizer:

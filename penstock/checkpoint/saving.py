@@ -1,7 +1,7 @@
 """Saves the state of a training run from all ranks into one checkpoint, synchronously or in a thread.
 
-Further state of a training loop, such as its schedulers, is passed to `save` and restored in `loading.py`; a field that
-only describes the checkpoint belongs in `manifest.py`.
+Further state of a training loop, such as its schedulers, is passed to `save` and restored in `loading.py`; a value of
+the run belongs in `run_state.py`, a field that only describes the checkpoint in `manifest.py`.
 """
 
 import functools
@@ -26,7 +26,8 @@ from penstock.checkpoint.directory import CheckpointDir
 from penstock.checkpoint.lr_scheduler_state import scheduler_document
 from penstock.checkpoint.manifest import Manifest, PlanSummary, TensorRecord, fingerprint, step_name
 from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer_state
-from penstock.checkpoint.reader import CONFIG, PLAN, RUN
+from penstock.checkpoint.reader import CONFIG, PLAN
+from penstock.checkpoint.run_state import RUN, RunState
 from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content
 from penstock.errors import CheckpointError, DamagedError
@@ -77,11 +78,11 @@ class Saver:
         self._layout: StateLayout | None = None
 
     def save(
-        self, plan: Plan, step: int, optimizer: Any, scheduler: Any, run: Mapping[str, Any], options: CheckpointOptions
+        self, plan: Plan, step: int, optimizer: Any, scheduler: Any, run: RunState, options: CheckpointOptions
     ) -> Path:
         """Write a checkpoint; a collective call. Returns its directory.
 
-        `optimizer` and `scheduler` may be None. `run` has the scaler, if there is one, position and extra.
+        `optimizer` and `scheduler` may be None.
         """
         settings = {"keep": options.keep} if options.keep is not None else {}
         settings |= {"asynchronous": True} if options.asynchronous else {}
@@ -100,7 +101,7 @@ class Saver:
                 check_optimizer(optimizer, parameter_names(self._part), self._part.remote_parameters)
             run_tensors: NamedTensors = {}
             if self._groups.rank == 0:
-                run = {name: encode_tree(value, run_tensors, name) for name, value in run.items()}
+                run_document = run.encode(run_tensors)
         # 2. Agree on the rank that saves each tensor. Names and shapes do not change: once for all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)
         # 3. Make a temporary directory. By an absolute path: the thread may still write after the program has changed
@@ -113,7 +114,7 @@ class Saver:
                 copies = HostCopies(self._copies) if options.asynchronous and not self._groups.pipeline else None
                 contents = self._own_files(writer, optimizer, scheduler, copies)
                 if self._groups.rank == 0:
-                    contents |= _document_files(RUN, run, run_tensors, copies) | _plan_files(plan, self._part)
+                    contents |= _document_files(RUN, run_document, run_tensors, copies) | _plan_files(plan, self._part)
                 self._copies = copies or self._copies
         except BaseException:
             writer.abandon()

@@ -119,7 +119,7 @@ def _first_plan(checkpoints: list[Path]) -> SavedPlan | None:
             with CheckpointReader(directory) as reader, reader.documents():
                 files = [name for name in reader.manifest.files if name.startswith((PLAN, f"{RUN}."))]
                 check_digests(directory, reader.manifest, files)
-                extra = reader.run.get("extra")
+                extra = reader.run.extra
                 plan = from_json(reader.content(PLAN).decode(), Plan)
         except VanishedError:
             raise

@@ -106,8 +106,9 @@ def train(
     is_short = steps is not None and last is not None and last < steps
     if files.out is not None:
         run = with_earlier_steps(run, files.out)
-        for first, last in missing_steps(run):
-            note(f"steps {first + 1} to {last + 1} are missing in {files.out / RUN}: they could not be written there")
+        for gap_start, gap_end in missing_steps(run):
+            numbers = f"steps {gap_start + 1} to {gap_end + 1}"
+            note(f"{numbers} are missing in {files.out / RUN}: they could not be written there")
     if not files.as_json:
         if is_done:
             has_all = steps is not None and not is_short
@@ -116,11 +117,10 @@ def train(
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
-            first, last_taken = run.steps[0].step + 1, run.steps[-1].step + 1
-            taken = counted(len(run.steps), "step")
-            if first > 1:
-                # Without --out, the losses of the steps before a restart are not known here.
-                taken = f"steps {first} to {last_taken}" if first < last_taken else f"step {first}"
+            # Without --out, the losses of the steps before a restart or a resume are not known here.
+            first = run.steps[0].step + 1
+            since = f"steps {first} to {last}" if first < last else f"step {first}"
+            taken = counted(len(run.steps), "step") if first == 1 else since
             evaluated = run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")

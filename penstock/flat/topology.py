@@ -152,17 +152,19 @@ class Topology:
         RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).first_sync(
             Agreement.of_options({"dimensions": grid.dimensions})
         )
-        self._groups = {kind: _new_group(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
-        self._groups[WORLD] = dist.group.WORLD
-        self._grid = grid
-        self._pipeline = None
+        by_kind = {kind: _new_group(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
+        by_kind[WORLD] = dist.group.WORLD
+        pipeline = None
         if PIPE in grid.names:
-            host = self._groups[PIPE] if is_gloo else _new_group(grid.groups(PIPE), rank, "gloo")
-            replicas = self._groups[DATA] if DATA in grid.names and self.get_group_size(DATA) > 1 else None
+            host = by_kind[PIPE] if is_gloo else _new_group(grid.groups(PIPE), rank, "gloo")
+            has_replicas = DATA in grid.names and len(grid.group_of(DATA, rank)) > 1
+            replicas = by_kind[DATA] if has_replicas else None
             groups = ProcessGroups(
-                pipe.index(rank), len(pipe), self._groups[PIPE], control=host, replicas=replicas, monitor=monitor
+                pipe.index(rank), len(pipe), by_kind[PIPE], control=host, replicas=replicas, monitor=monitor
             )
-            self._pipeline = FlatPipeline(groups)
+            pipeline = FlatPipeline(groups)
+        # Together and last: if anything above raises, the topology stays as it was.
+        self._grid, self._groups, self._pipeline = grid, by_kind, pipeline
         monitor.idle()
 
     @property

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.errors import RunError
 from penstock.ir import choices_text
-from penstock.loss.reductions import SAMPLE_REDUCTIONS
+from penstock.loss.reduction_weights import SAMPLE_REDUCTIONS
 
 
 class Added(NamedTuple):

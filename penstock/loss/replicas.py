@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.batches import Microbatch
 from penstock.errors import RunError
 from penstock.ir import choices_text, map_leaves
-from penstock.loss.find_weights import INSEPARABLE, Decision
-from penstock.loss.reductions import REDUCTIONS, Count, Piece
+from penstock.loss.detect_reduction import INSEPARABLE, Decision
+from penstock.loss.reduction_weights import REDUCTIONS, Count, Piece
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12

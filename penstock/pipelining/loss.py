@@ -2,18 +2,17 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.batches import TARGET, Microbatch, SampleAxis, microbatch_sizes
-from penstock.capture import tensors_in
 from penstock.errors import RunError
 from penstock.ir import named_leaves
-from penstock.loss import LossStep, LossWeights
-from penstock.runtime import MicrobatchWarning, checked_loss, no_gradient_error
+from penstock.loss import LossStep, LossWeights, no_gradient_error
+from penstock.runtime import MicrobatchWarning, scalar_loss
 
 
 class _OnePipeline:
@@ -79,7 +78,7 @@ class StepLoss:
         returned = self(output, given.target)
         if not isinstance(returned, Tensor):
             raise RunError("loss_fn must return a tensor", got=type(returned).__name__)
-        loss = checked_loss("", returned, given.size)
+        loss = scalar_loss("", returned, given.size)
         self.losses[microbatch] = loss.detach().clone()
         if not step.is_training:
             return loss, 1.0
@@ -97,14 +96,20 @@ class StepLoss:
         return loss, 1.0 / count if is_sum else step.weights[microbatch]
 
 
-def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[Microbatch, ...]:
+def target_rows(target: Any) -> dict[str, int]:
+    """The number of rows of every tensor in a target, by name."""
+    named = named_leaves(target, TARGET)
+    return {name: len(leaf) for name, leaf in named if isinstance(leaf, Tensor) and leaf.dim()}
+
+
+def split_target(
+    target: Any, rows: Mapping[str, int], sizes: Sequence[int] | None, count: int
+) -> tuple[Microbatch, ...]:
     """Split the target into microbatches: tensors along dimension 0, everything else is given to all of them.
 
-    `sizes` are the numbers of samples of the microbatches. If they are known, a target may have several rows for each
-    sample, the same number for all; if not, each tensor is split evenly.
+    `rows` is the result of `target_rows`, and `sizes` are the numbers of samples of the microbatches. If they are
+    known, a target may have several rows for each sample, the same number for all; if not, each tensor is split evenly.
     """
-    named = named_leaves(target, TARGET)
-    rows = {name: len(leaf) for name, leaf in named if isinstance(leaf, Tensor) and leaf.dim()}
     for name, number in rows.items():
         if number < count:
             problem = "a target must have at least one row for each microbatch"
@@ -116,12 +121,6 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     lengths = {name: microbatch_sizes(number, count) for name, number in rows.items()}
     axes = {name: SampleAxis(0, offsets=tuple(accumulate(each, initial=0))) for name, each in lengths.items()}
     parts = Microbatch((), {}, target, count, axes).split([1] * count)
-    axes = {name: SampleAxis(0) for name in rows}
+    part_axes = {name: SampleAxis(0) for name in rows}
     numbers = next(iter(lengths.values()), (1,) * count)
-    return tuple(part._replace(size=number, axes=axes) for part, number in zip(parts, numbers, strict=True))
-
-
-def target_rows(target: Any) -> list[int]:
-    """The different numbers of rows of the tensors in a target."""
-    tensors = tensors_in(target)
-    return sorted({len(tensor) for tensor in tensors if tensor.dim()})
+    return tuple(part._replace(size=number, axes=part_axes) for part, number in zip(parts, numbers, strict=True))

@@ -72,8 +72,8 @@ class _Step:
     num_samples: int | None
     """of the inputs of this rank; None if they do not show it"""
     targets: tuple[Microbatch, ...] | None = None
-    target_rows: list[int] = field(default_factory=list)
-    """the different numbers of rows of the tensors in the target"""
+    target_rows: dict[str, int] = field(default_factory=dict)
+    """the number of rows of every tensor in the target, by name"""
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -269,15 +269,17 @@ class _PipelineSchedule:
         has_samples = step.num_samples is not None and any(stage.is_first for stage in self._stages)
         maxes = (float(step.num_samples or 0) if has_samples else -float("inf"),)
         agreement = Agreement.of_step(program, [], f"{request.name} on {count} microbatches")
-        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest, *step.target_rows)))
+        content = (digest, *sorted(set(step.target_rows.values())))
+        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=content))
         contents = [result.content(rank) for rank in range(engine.groups.num_ranks)]
         all_samples = result.maxes[0]
         uneven = [int(number) for _, *rows in contents for number in rows if all_samples > 0 and number % all_samples]
         if uneven:
             problem = "the target must have the same number of rows for every sample of the inputs"
             raise RunError(problem, samples=int(all_samples), rows=", ".join(map(str, uneven))).on_all_ranks()
-        if all_samples > 0 and any(number != all_samples for number in step.target_rows):
-            step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
+        if all_samples > 0 and any(number != all_samples for number in step.target_rows.values()):
+            sizes = microbatch_sizes(int(all_samples), count)
+            step.targets = split_target(given.target, step.target_rows, sizes, count)
         return program, step, tuple(digest for digest, *_ in contents)
 
     def _split(self, given: _StepArguments, last: PipelineStage | None) -> _Step:
@@ -299,10 +301,12 @@ class _PipelineSchedule:
         samples = num_samples(own_args, specs) or num_samples(given.kwargs, self._kwargs_chunk_spec)
         step = _Step(given, arg_mbs, kwarg_mbs, samples)
         if last is not None and given.target is not None and self._loss is not None:
-            step.targets, step.target_rows = split_target(given.target, None, count), target_rows(given.target)
-            if len(step.target_rows) >= MAX_CONTENT:
+            step.target_rows = target_rows(given.target)
+            step.targets = split_target(given.target, step.target_rows, None, count)
+            num_different = len(set(step.target_rows.values()))
+            if num_different >= MAX_CONTENT:
                 problem = f"the tensors of a target must have at most {MAX_CONTENT - 1} different numbers of rows"
-                raise RunError(problem, got=len(step.target_rows), hint="tensors with one row per sample")
+                raise RunError(problem, got=num_different, hint="tensors with one row per sample")
         return step
 
     def _check_arguments(self, given: _StepArguments, last: PipelineStage | None, is_training: bool) -> None:

@@ -263,7 +263,12 @@ def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Param
     another part of the sequence on each rank: then each rank has the gradient of its part. A collective call of the
     ranks with these parameters.
     """
-    plain = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}
+    # The entries of a frozen parameter need not be copied, unless it has a gradient from before it was frozen.
+    plain = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if not isinstance(parameter, DTensor) and (parameter.requires_grad or parameter.grad is not None)
+    }
     if not plain:
         return None
     gradients = [

@@ -355,6 +355,36 @@ def test_another_fit_counts_a_step_of_which_batches_were_skipped_or_missing() ->
     assert [metrics.step for metrics in (*first.steps, *second.steps)] == list(range(6))
 
 
+@pytest.mark.parametrize("is_by_fit", [False, True])
+def test_fit_counts_the_steps_of_a_loaded_checkpoint_although_batches_were_skipped(
+    is_by_fit: bool, tmp_path: Path
+) -> None:
+    (x, y), *others = cast(batches(8), torch.float64)
+    options = TrainOptions(accumulate=2)
+    checkpoints = CheckpointOptions(tmp_path) if is_by_fit else None
+    pipes = [pipeline({}, options=penstock.RunOptions(nonfinite="skip")) for _ in range(2)]
+    first, second = [torch.optim.SGD(pipe.parameters(), lr=RATE) for pipe in pipes]
+    penstock.fit(pipes[0], [(x * math.nan, y), *others[:5]], first, options, checkpoints=checkpoints)
+    if not is_by_fit:
+        pipes[0].save(tmp_path, first)
+    pipes[1].load(tmp_path, second)
+    run = penstock.fit(pipes[1], others[5:], second, options)
+    assert [metrics.step for metrics in run.steps] == [3]
+
+
+def test_fit_counts_the_calls_of_step_of_a_checkpoint_without_a_fit(tmp_path: Path) -> None:
+    data = cast(batches(6), torch.float64)
+    pipes = [pipeline({}), pipeline({})]
+    for x, y in data[:4]:
+        pipes[0].step(x, target=y)
+    pipes[0].save(tmp_path)
+    optimizer = torch.optim.SGD(pipes[1].parameters(), lr=RATE)
+    penstock.fit(pipes[1], data[:2], optimizer)
+    pipes[1].load(tmp_path)
+    run = penstock.fit(pipes[1], data[4:], optimizer, TrainOptions(accumulate=2))
+    assert [metrics.step for metrics in run.steps] == [2]
+
+
 WRONG = {
     "precision": ({"precision": "int8"}, "fp32 or bf16 or fp16"),
     "schedule": ({"lr_schedule": "step"}, "constant or linear or cosine"),

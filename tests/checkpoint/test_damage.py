@@ -183,7 +183,7 @@ def test_a_wrong_value_anywhere_in_a_document_is_refused_and_changes_nothing(
     wrong = [*entries("random-000.json", "python"), *entries("random-000.json", "numpy")]
     wrong += [*entries("random-000.json", "torch"), *entries("optimizer-000.json", "parameters")]
     wrong += [*entries("optimizer-000.json", "groups"), *entries("optimizer-000.json", "others")]
-    wrong += [*entries("run.json", "num_steps")]
+    wrong += [*entries("run.json", "num_steps"), *entries("run.json", "fit_progress")]
     for index, (name, key, value) in enumerate(wrong):
         directory = tmp_path / str(index) / "step-000002"
         shutil.copytree(good / "step-000002", directory)

@@ -58,6 +58,17 @@ def test_data_that_ends_before_the_steps_is_reported(stopped: ShortTraining) -> 
     assert f"ended after step 6 of {STEPS}: the data has ended\n" in third.output
 
 
+def test_the_last_step_is_reported_although_earlier_ones_are_missing_in_the_log(stopped: ShortTraining) -> None:
+    model = (stopped.directory / "model.py").read_text()
+    (stopped.directory / "few.py").write_text(model.replace("while True", "for _ in range(6)"))
+    written = stopped.directory / "out" / "steps.jsonl"
+    first, _, _, last = written.read_text().splitlines()
+    written.write_text(f"{first}\n{last}\n")
+    resumed = stopped.run((), "--data", "few.py:batches", "--resume", "auto", fresh=False)
+    assert "steps 2 to 3 are missing in" in resumed.output
+    assert f"ended after step 6 of {STEPS}: the data has ended, or a stop was requested" in resumed.output
+
+
 def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) -> None:
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
     options_of_plan = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")

@@ -1,5 +1,7 @@
 """The topology on real processes: groups that work, queries by name, and a setup that all ranks must make alike."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,3 +70,22 @@ def test_without_processes_the_error_hints_at_launching_them() -> None:
         Topology().setup_process_groups([("pipe", 2)])
     with pytest.raises(RunError, match="setup_process_groups must be called first"):
         Topology().get_pp_rank()
+
+
+def set_up_after_a_failure() -> tuple[str, bool, list[int]]:
+    fresh = Topology()
+    failing = mock.patch("penstock.flat.topology.FlatPipeline", side_effect=RunError("no connection"))
+    with failing, pytest.raises(RunError, match="no connection"):
+        fresh.setup_process_groups([("pipe", 2)])
+    with pytest.raises(RunError) as caught:
+        _ = fresh.pipeline.groups
+    was_set_up = fresh.is_mode_inited("pipe")
+    fresh.setup_process_groups([("pipe", 2)])
+    return str(caught.value), was_set_up, fresh.get_ranks_in_group("pipe")
+
+
+@pytest.mark.gloo
+def test_a_topology_whose_setup_failed_is_not_set_up(pools: Pools) -> None:
+    for text, was_set_up, ranks in pools[2].run(set_up_after_a_failure):
+        assert "setup_process_groups must be called first" in text
+        assert (was_set_up, ranks) == (False, [0, 1])

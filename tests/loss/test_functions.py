@@ -159,7 +159,7 @@ def test_the_first_step_evaluates_a_function_twice_on_everything_and_later_steps
 
 
 def test_samples_with_large_outputs_are_compared_on_their_first_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.loss.microbatch_weights.LARGE", CLASSES)
+    monkeypatch.setattr("penstock.loss.step_weights.LARGE", CLASSES)
     lengths: list[int] = []
 
     def loss_fn(y: Tensor, t: Tensor) -> Tensor:

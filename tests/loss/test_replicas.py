@@ -14,7 +14,7 @@ from penstock.batches import Microbatch, SampleAxis
 from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights
-from penstock.loss.find_weights import Decision
+from penstock.loss.detect_reduction import Decision
 from penstock.loss.replicas import weights_among_replicas
 
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0], dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.batches import Batch, BatchSplitter, microbatch_sizes
-from penstock.loss.find_weights import decide
+from penstock.loss.detect_reduction import decide
 from penstock.loss.loss_function import LossFunction
 from tests.loss.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers
 from tests.plans import quick_plan, shared_recordings
@@ -139,7 +139,7 @@ NOT_IN_PAIRS = {
 
 @pytest.mark.parametrize("microbatches", [3, pytest.param(SAMPLES, marks=pytest.mark.whole)])
 def test_pairs_of_microbatches_are_enough_for_most(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.loss.find_weights._MAX_TOGETHER", 0)
+    monkeypatch.setattr("penstock.loss.detect_reduction._MAX_TOGETHER", 0)
     sizes = microbatch_sizes(SAMPLES, microbatches)
     warned, wrong = set(), []
     for name, row in TABLE.items():

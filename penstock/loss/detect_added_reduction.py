@@ -1,4 +1,4 @@
-"""The weights of losses that modules add with `add_loss`, in any stage."""
+"""Detects whether a loss that a module adds with `add_loss` is a mean or a sum over samples, and weights it."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.add_loss import Added
-from penstock.loss.microbatch_weights import LossStep
 from penstock.loss.probe import Evaluation, Probe
-from penstock.loss.reductions import SAMPLE_REDUCTIONS, Count, Piece
+from penstock.loss.reduction_weights import SAMPLE_REDUCTIONS, Count, Piece
 from penstock.loss.returned_loss import ModelLoss, Noise
 from penstock.loss.samples import choose_parts
+from penstock.loss.step_weights import LossStep
 
 
 class AddedLosses:

@@ -1,6 +1,6 @@
 """The weights of the microbatches of a step: which count they are computed from, and in which steps it is checked.
 
-The formula of the weights is `Count.weights_of` in reductions.py.
+The formula of the weights is `Count.weights_of` in reduction_weights.py; detect_reduction.py finds the count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
 from penstock.ir import choices_text
+from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
-from penstock.loss.find_weights import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.loss_function import LossFn, LossFunction
 from penstock.loss.probe import VALUE_FACTOR
-from penstock.loss.reductions import REDUCTIONS, Count, Piece
+from penstock.loss.reduction_weights import REDUCTIONS, Count, Piece
 from penstock.loss.replicas import ReplicaGroup, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions

@@ -1,4 +1,4 @@
-"""The reductions of losses: the weights of microbatches from counting samples, labels or a mask."""
+"""The reductions of losses, and the weights of microbatches that follow from counting samples, labels or a mask."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

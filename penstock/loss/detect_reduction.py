@@ -1,4 +1,7 @@
-"""Decides how the weights of microbatches are found: by counting, or by evaluating the loss in every step."""
+"""Detects which reduction a loss has, and so how the weights of microbatches are found.
+
+They are counted, or the loss is evaluated in every step.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +16,7 @@ from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
 from penstock.loss.probe import Evaluate, Evaluation, Probe
-from penstock.loss.reductions import Count, Piece, candidates
+from penstock.loss.reduction_weights import Count, Piece, candidates
 from penstock.loss.samples import LARGE, SampleRange, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE
