@@ -1,4 +1,4 @@
-"""The state of a run that is no tensor of the model or optimizer: the document `run.json` of a checkpoint.
+"""The state of a run besides the tensors of model and optimizer: the document `run.json` of a checkpoint.
 
 To add a field: declare it in `RunState`, write it in `encode` and read it in `decode`. `Pipeline.save` gives its value.
 If it is restored into an object, add a restorer here, which `loading.py` calls; if callers of `load` need it, a field
