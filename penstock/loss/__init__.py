@@ -9,7 +9,7 @@ microbatch. `probe.py` explains the identity that it rests on.
     replicas.py                weights among the microbatches of all replicas
     probe.py                   compares gradients for some samples together with those for the same samples in parts
     samples.py                 selects samples of a batch and makes outputs for them
-    find_losses.py             finds the losses in the result of a model or a loss function, and checks their types
+    find_losses.py             finds the losses in the result of a model or loss function
     loss_function.py           evaluates a loss function
     returned_loss.py           evaluates the loss that a model returns, with noise in place of the results of its blocks
     interactions.py            finds samples that interact inside a model
@@ -19,7 +19,7 @@ microbatch. `probe.py` explains the identity that it rests on.
 
 from penstock.loss.add_loss import ADDED_COLLECTOR, Added, add_loss, added_losses, collect_added
 from penstock.loss.detect_added_reduction import AddedLosses
-from penstock.loss.find_losses import SINGLE, check_loss, loss_values, losses_of, losses_of_function, no_gradient_error
+from penstock.loss.find_losses import SINGLE, loss_values, losses_of, losses_of_function
 from penstock.loss.loss_function import has_parameters, loss_module
 from penstock.loss.probe import FunctionTracker
 from penstock.loss.reduction_weights import REDUCTIONS, weighted_sum

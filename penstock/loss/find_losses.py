@@ -1,16 +1,12 @@
-"""Finds the losses in the result of a model or loss function: a single loss, or losses by name, which are added up.
-
-`check_loss` refuses results of another type.
-"""
+"""Finds the losses in the result of a model or loss function: a single loss, or losses by name, which are added up."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from penstock.capture import ARITHMETIC_DTYPES, Recording
-from penstock.errors import NoLossError, RunError
+from penstock.capture import Recording
+from penstock.errors import NoLossError
 from penstock.ir import Container, Parts, Ref, Tree, flatten_one_level
 
 SINGLE = ""
@@ -47,33 +43,10 @@ def loss_values(recording: Recording) -> dict[str, str]:
 
 
 def losses_of_function(result: Any) -> dict[str, Any]:
-    """The losses in the result of a loss function by name. Their types are not checked: `check_loss` does."""
+    """The losses in the result of a loss function by name; `checked_loss` in runtime/loss_head.py checks their types."""
     if not isinstance(result, Mapping) or not result or not all(isinstance(key, str) for key in result):
         return {SINGLE: result}
     return {SINGLE: result[_LOSS]} if _LOSS in result else dict(result)
-
-
-def check_loss(name: str, loss: Any, microbatch_size: int) -> None:
-    """Raise a RunError if a loss is not one number in a tensor with a dtype of `ARITHMETIC_DTYPES`."""
-    which = {"loss": name} if name else {}
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        hint = "a mean or a sum, without .item(); several losses as a dict of such tensors"
-        raise RunError(
-            "a loss must be one number in a tensor", **which, got=got, microbatch_size=microbatch_size, hint=hint
-        )
-    if loss.dtype not in ARITHMETIC_DTYPES:
-        problem = "a loss must be a floating-point number of 16 bits or more"
-        raise RunError(problem, **which, got=loss.dtype, hint="loss.float()")
-
-
-def no_gradient_error() -> RunError:
-    """The error for a loss that backward cannot start from."""
-    if torch.is_grad_enabled():
-        hint = "unfreeze a parameter, or use eval"
-    else:
-        hint = "call step outside of torch.no_grad()"
-    return RunError("the loss does not depend on anything that requires a gradient", hint=hint)
 
 
 def _find_losses(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from penstock.batches import TARGET, Microbatch, SampleAxis, microbatch_sizes
 from penstock.errors import RunError
 from penstock.ir import named_leaves
-from penstock.loss import LossStep, LossWeights, no_gradient_error
-from penstock.runtime import MicrobatchWarning, scalar_loss
+from penstock.loss import LossStep, LossWeights
+from penstock.runtime import MicrobatchWarning, checked_loss, no_gradient_error
 
 
 class _OnePipeline:
@@ -78,7 +78,7 @@ class StepLoss:
         returned = self(output, given.target)
         if not isinstance(returned, Tensor):
             raise RunError("loss_fn must return a tensor", got=type(returned).__name__)
-        loss = scalar_loss("", returned, given.size)
+        loss = checked_loss("", returned, given.size)
         self.losses[microbatch] = loss.detach().clone()
         if not step.is_training:
             return loss, 1.0

@@ -53,7 +53,7 @@ from penstock.runtime.gradients import (
 from penstock.runtime.groups import EXPERTS, PIPELINE, REPLICAS, TENSOR, ProcessGroups, mesh_sizes
 from penstock.runtime.initial_weights import check_tied_weights
 from penstock.runtime.inputs import INPUTS
-from penstock.runtime.loss_head import LossHead, MicrobatchWarning, scalar_loss
+from penstock.runtime.loss_head import LossHead, MicrobatchWarning, checked_loss, no_gradient_error
 from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import LOSS_FN, ModelPart
 from penstock.runtime.monitor import RankMonitor

@@ -9,19 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, Recording
+from penstock.capture import ARITHMETIC_DTYPES, Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, listed, map_leaves
-from penstock.loss import (
-    SINGLE,
-    Added,
-    AddedLosses,
-    LossStep,
-    LossWeights,
-    agree_on_names,
-    check_loss,
-    no_gradient_error,
-)
+from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights, agree_on_names
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
@@ -85,7 +76,7 @@ class LossHead:
                 return None
             losses = {name: values[value] for name, value in self._loss_weights.loss_values(recording).items()}
         size = step.microbatches[microbatch].size
-        losses = {name: scalar_loss(name, loss, size) for name, loss in losses.items()}
+        losses = {name: checked_loss(name, loss, size) for name, loss in losses.items()}
         if SINGLE in losses:
             loss = losses[SINGLE]
             self._loss_weights.weigh(step, microbatch, output, loss)
@@ -157,12 +148,30 @@ class LossHead:
         return (*causes, *self._added.warnings) if step.is_training else causes
 
 
-def scalar_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
-    """A loss as a scalar; raises a RunError if `check_loss` does."""
-    check_loss(name, loss, microbatch_size)
+def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
+    """A loss as a scalar; raises a RunError if it is not one number with a dtype of `ARITHMETIC_DTYPES`."""
+    which = {"loss": name} if name else {}
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        hint = "a mean or a sum, without .item(); several losses as a dict of such tensors"
+        raise RunError(
+            "a loss must be one number in a tensor", **which, got=got, microbatch_size=microbatch_size, hint=hint
+        )
+    if loss.dtype not in ARITHMETIC_DTYPES:
+        problem = "a loss must be a floating-point number of 16 bits or more"
+        raise RunError(problem, **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
     scalar = loss if type(loss) is Tensor else full_tensor(loss)
     return scalar if scalar.dim() == 0 else scalar.reshape(())
+
+
+def no_gradient_error() -> RunError:
+    """The error for a loss that backward cannot start from."""
+    if torch.is_grad_enabled():
+        hint = "unfreeze a parameter, or use eval"
+    else:
+        hint = "call step outside of torch.no_grad()"
+    return RunError("the loss does not depend on anything that requires a gradient", hint=hint)
 
 
 def _detached(leaf: object) -> object:

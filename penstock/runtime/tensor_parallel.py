@@ -263,12 +263,7 @@ def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Param
     another part of the sequence on each rank: then each rank has the gradient of its part. A collective call of the
     ranks with these parameters.
     """
-    # The entries of a frozen parameter need not be copied, unless it has a gradient from before it was frozen.
-    plain = {
-        name: parameter
-        for name, parameter in parameters.items()
-        if not isinstance(parameter, DTensor) and (parameter.requires_grad or parameter.grad is not None)
-    }
+    plain = {name: p for name, p in parameters.items() if p.requires_grad and not isinstance(p, DTensor)}
     if not plain:
         return None
     gradients = [
