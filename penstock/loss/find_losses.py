@@ -43,7 +43,7 @@ def loss_values(recording: Recording) -> dict[str, str]:
 
 
 def losses_of_function(result: Any) -> dict[str, Any]:
-    """The losses in the result of a loss function by name; `checked_loss` in runtime/loss_head.py checks their types."""
+    """The losses in the result of a loss function by name. `checked_loss` of the runtime checks their types."""
     if not isinstance(result, Mapping) or not result or not all(isinstance(key, str) for key in result):
         return {SINGLE: result}
     return {SINGLE: result[_LOSS]} if _LOSS in result else dict(result)
