@@ -85,7 +85,7 @@ def sleeping(count: int = 20, times: int = 7) -> Table:
 
 def computing(
     sizes: Sizes = Sizes(),  # noqa: B008
-    times: int = 3,
+    times: int = 7,
     names: Sequence[str] = (*SCHEDULES, "auto"),
     ranks: int = 2,
     limit: float = _COMPUTING_ERROR,
@@ -115,7 +115,7 @@ def computing(
     return Table(f"{title}; least of {times} steps", columns, lines())
 
 
-def sharing(times: int = 3, names: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")) -> Table:
+def sharing(times: int = 7, names: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")) -> Table:
     """The same with twice as many ranks as cores."""
     return computing(times=times, names=names, ranks=2 * num_cores(), limit=_SHARED_ERROR)
 

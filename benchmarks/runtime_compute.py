@@ -2,7 +2,9 @@
 
 Both pipelines have the same stages, and each uses its own schedule of a name. Steps are interleaved: penstock, torch,
 one process with one thread on the microbatches, and one process with two threads on the whole batch. The second rank
-waits while one process runs.
+waits while one process runs. For comparison, both ranks train the unsplit model at the same time, each on half of the
+microbatches and without exchanging anything ("apart"): cores that share caches and memory are slower together, so no
+pipeline is faster than that.
 """
 
 import copy
@@ -21,6 +23,7 @@ from benchmarks.torch_pipeline import NAMES, TorchPipeline
 from penstock.demo.gpt import Sizes, batch, cut, gpt, loss
 
 _RANKS = 2
+_RUNTIMES = ("penstock", "torch", "one process", "two threads", "apart")
 _ONE_PROCESS_TARGET, _TORCH_TARGET, _TORCH_MEAN_TARGET = 1.85, 1.0, 1.05
 """minimum speedup over one process, over torch with each schedule, and over torch in the mean of all schedules"""
 
@@ -37,16 +40,16 @@ def throughput(sizes: Sizes = Sizes(), times: int = 6, names: tuple[str, ...] = 
         ratios = []
         for name in names:
             steps = measure(name, sizes, times, _run_all)
-            rates = [_rate(sizes, steps[runtime]) for runtime in ("penstock", "torch", "one process", "two threads")]
-            ours, theirs, alone, _ = rates
+            rates = [_rate(sizes, steps[runtime]) for runtime in _RUNTIMES]
+            ours, theirs, alone = rates[:3]
             cells = (name, *(f"{rate:,.0f}" for rate in rates), load_average())
             ratios.append(ours / theirs)
             yield Line((*cells, "torch", f"{ours / theirs:.3f}"), ours / theirs, _TORCH_TARGET)
             yield Line((*cells, "one process", f"{ours / alone:.3f}"), ours / alone, _ONE_PROCESS_TARGET)
         mean = fmean(ratios)
-        yield Line(("mean", "", "", "", "", load_average(), "torch", f"{mean:.3f}"), mean, _TORCH_MEAN_TARGET)
+        yield Line(("mean", *[""] * len(_RUNTIMES), load_average(), "torch", f"{mean:.3f}"), mean, _TORCH_MEAN_TARGET)
 
-    columns = ("schedule", "ours", "torch", "one process", "two threads", "load", "against", "ratio")
+    columns = ("schedule", "ours", *_RUNTIMES[1:], "load", "against", "ratio")
     title = f"GPT with {sizes.layers} layers, d={sizes.width}, {_RANKS} ranks with one thread each"
     return Table(f"{title}; tokens/s, maximum of {times} steps", columns, lines())
 
@@ -96,6 +99,7 @@ def _run_all(
         "torch": lambda: theirs.step(tokens, target=targets),
         "one process": lambda: _run_one_process(whole, tokens, targets, sizes.microbatches, 1),
         "two threads": lambda: _run_one_process(whole, tokens, targets, 1, 2),
+        "apart": lambda: _run_microbatches(whole, tokens, targets, sizes.microbatches, dist.get_rank(), _RANKS),
     }
     return run_interleaved(
         calls, times, before_each=lambda: [each.zero_grad(set_to_none=True) for each in (model, whole)]
@@ -107,10 +111,18 @@ def _run_one_process(model: nn.Module, tokens: Tensor, targets: Tensor, microbat
     if dist.get_rank() == 0:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        for piece, target in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            (loss(model(piece), target) / microbatches).backward()
+        _run_microbatches(model, tokens, targets, microbatches)
         torch.set_num_threads(before)
     dist.barrier()
+
+
+def _run_microbatches(
+    model: nn.Module, tokens: Tensor, targets: Tensor, microbatches: int, first: int = 0, step: int = 1
+) -> None:
+    """Trains the unsplit model on every `step`-th microbatch, beginning with the `first`."""
+    pieces = list(zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True))
+    for piece, target in pieces[first::step]:
+        (loss(model(piece), target) / microbatches).backward()
 
 
 def _run_with_and_without_record(

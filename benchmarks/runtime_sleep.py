@@ -91,7 +91,7 @@ class Measurement(NamedTuple):
 
 
 LARGE, SMALL = Setting(8, 16, 0.080, 1.01, times=2, has_cpu=False), Setting(4, 16, 0.020, 1.02)
-TINY = Setting(4, 16, 0.002, 1.15, is_target_alone=True)
+TINY = Setting(4, 16, 0.002, 1.15, times=15, is_target_alone=True)
 
 
 def tables() -> tuple[Table, ...]:
