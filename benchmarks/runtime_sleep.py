@@ -57,7 +57,7 @@ class Setting(NamedTuple):
     is_target_alone: bool = False
     """whether the target is for the simulation with passes as long as they took alone"""
     has_cpu: bool = True
-    """whether the steps for CPU time run as well: over gloo, the minimal loop, and passes alone"""
+    """whether the steps for CPU time run as well: over gloo, and the minimal loop"""
 
 
 class Measurement(NamedTuple):
@@ -123,10 +123,9 @@ def _step_lines(name: str, measurement: Measurement, setting: Setting) -> Iterat
     if not setting.is_target_alone:
         simulated = measurement.simulated
         yield _line((name, f"{simulated:.3f}", *measured, "simulated"), ours / simulated, setting.target)
-    if setting.has_cpu:
-        simulated = measurement.simulated_as_alone
-        target = setting.target if setting.is_target_alone else math.inf
-        yield _line((name, f"{simulated:.3f}", *measured, "as alone"), ours / simulated, target)
+    simulated = measurement.simulated_as_alone
+    target = setting.target if setting.is_target_alone else math.inf
+    yield _line((name, f"{simulated:.3f}", *measured, "as alone"), ours / simulated, target)
     yield _line((name, "", *measured, "torch"), ours / theirs, 1.0)
 
 
@@ -182,6 +181,7 @@ def _run_all(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Sett
     calls: dict[str, Callable[[], object]] = {
         "penstock": lambda: ours.step(batch, target=batch),
         "torch": lambda: theirs.step(batch, target=batch),
+        "alone": lambda: _run_alone(parts, batch),
     }
     if setting.has_cpu:
         # The pipeline needs its own process group, because pipelines of one group synchronise with each other.
@@ -190,7 +190,6 @@ def _run_all(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Sett
             options = penstock.RunOptions(transport="distributed")
             gloo = penstock.Pipeline(model, plan, loss_fn=_loss, mesh=mesh, options=options)
         calls["gloo"] = lambda: gloo.step(batch, target=batch)
-        calls["alone"] = lambda: _run_alone(parts, batch)
         if BareLoop.can_run(plan.schedule):
             bare = BareLoop(plan.schedule, model[rank], _loss)
             calls["bare"] = lambda: bare.step(batch)
