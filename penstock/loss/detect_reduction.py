@@ -1,6 +1,6 @@
-"""Detects which reduction a loss has, and so how the weights of microbatches are found.
+"""Detects which of the reductions in `reduction_weights.py` a loss has, and so how its weights are found.
 
-They are counted, or the loss is evaluated in every step.
+The weights of microbatches are counted, or the loss is evaluated in every step.
 """
 
 import math

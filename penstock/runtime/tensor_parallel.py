@@ -3,6 +3,9 @@
 A parameter is plain, and then equal on all ranks that have its stage, or sharded: a DTensor of which each rank has a
 shard, along the axis "tp" of the mesh, or over replicas, as experts ("ep") and parameters of FSDP are. The shards
 decide over which replicas the gradient is summed, and how many ranks would count it in a norm (`ParameterLayout`).
+
+`groups.py` has the axes of the mesh and their process groups; `model_part.py` calls `parallelize_fn`; `gradients.py`
+sums gradients over replicas and computes norms.
 """
 
 import json
