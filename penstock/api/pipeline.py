@@ -135,7 +135,7 @@ class Pipeline:
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         self._fit_progress = 0, 0
-        """the steps that `fit` had taken after its last one, and `num_steps` at that time; `fit` sets it"""
+        """the number of steps of `fit`, and `num_steps`, when `fit` took its last step; set by `fit`"""
 
         given_model, self._loss_fn = model, loss_fn
         model, loss_fn = split_model(model, plan, loss_fn)

@@ -50,7 +50,7 @@ class Loaded:
     bytes_checked: int = 0
     """size of the files whose digests this rank verified, on behalf of all ranks"""
     fit_progress: tuple[int, int] = (0, 0)
-    """number of steps that `fit` had taken after its last one, and of those of the Pipeline at that time"""
+    """the number of steps of `fit`, and of the Pipeline, when `fit` took its last step"""
 
 
 class TensorReader:

@@ -31,7 +31,7 @@ class RunState:
     scaler: Any = None
     """the state of the scaler; None if there is none"""
     fit_progress: tuple[int, int] = (0, 0)
-    """number of steps that `fit` had taken after its last one, and `num_steps` at that time"""
+    """the number of steps of `fit`, and `num_steps`, when `fit` took its last step"""
 
     def encode(self, tensors: NamedTensors) -> dict[str, Any]:
         """The document as JSON values; its tensors are added to `tensors`."""
@@ -42,7 +42,7 @@ class RunState:
 
     @classmethod
     def decode(cls, document: Any, step: int) -> "RunState":
-        """Read the document of the checkpoint number `step`; raises a DamagedError if it cannot be."""
+        """Read the document of the checkpoint of step `step`; raises a DamagedError if it is invalid."""
         if not isinstance(document, dict):
             raise DamagedError("a document is not a JSON object", file=RUN)
         num_steps = as_int(document.get("num_steps"))
@@ -58,7 +58,7 @@ class RunState:
         return cls(num_steps, position, extra, scaler, (fit_steps, fit_calls))
 
     def scaler_restorer(self, scaler: GradScaler) -> Callable[[], None]:
-        """Check the state of the scaler; the returned function restores it. Does nothing if there is no state."""
+        """Check the state of the scaler; returns a function that restores it, a no-op if there is no state."""
         if self.scaler is None:
             return lambda: None
         try:
