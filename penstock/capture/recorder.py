@@ -328,8 +328,8 @@ class Recorder(TorchFunctionMode):
         if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
             # The items may be anything, such as modules: record the draw of their index.
             draw = PythonDraw(function.__self__.randrange)
-            place = self._record(draw, draw, (len(args[0]),), {})
-            return args[0][int(place)]
+            index = self._record(draw, draw, (len(args[0]),), {})
+            return args[0][int(index)]
         draw = PythonDraw(function)
         recorded = self._record(draw, draw, args, kwargs)
         # The model's Python code sees different numbers in each recording. If they influence anything that is not

@@ -421,7 +421,7 @@ class AsyncEngine(Engine):
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:
-        """The order for these cuts, proven free of deadlock once, until its chunks repeat."""
+        """The stream for these cuts. A new one is proven free of deadlock up to the point where its chunks repeat."""
         if cuts not in self._streams:
             stream, count = Stream(cuts), self._plan.num_microbatches
             verify(stream.unrolled([count] * (stream.num_distinct // count + 2)))

@@ -73,7 +73,7 @@ def read_structure(text: str, device: torch.device) -> tuple[Callable[[Sequence[
 def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, device: torch.device) -> Any:
     """The structure of rank `source` on every rank of the pipeline; `structure` is used on the source only.
 
-    All ranks must know before that `check_structure` accepts it: an error here would leave the others waiting.
+    All ranks must know beforehand that `check_structure` accepts it: an error here would leave the others waiting.
     """
     if groups.rank == source:
         text, tensors = flatten_structure(structure)

@@ -148,11 +148,11 @@ class Engine:
         boundary: list[tuple[Tensor, Tensor]] = []
         requiring_grad = tensors_requiring_grad(batch)
         step.leaf_inputs = [value for value in requiring_grad if value.grad_fn is None]
-        # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
-        if len(step.leaf_inputs) < len(requiring_grad):
+        if len(step.leaf_inputs) < len(requiring_grad):  # some tensors of the batch are results of a computation
             with self._sync.errors_on_all_ranks(request):
                 batch, boundary = self._input_boundary(batch)
         if budget_tokens is not None:
+            # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             compiled = self._begin_step(step, batch, request)
@@ -633,7 +633,7 @@ class Engine:
         )
 
     def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
-        """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
+        """By name each of several losses, averaged over the replicas, and its weights; the same on every rank."""
         text = ""
         if step.weights_by_loss:
             weights = {

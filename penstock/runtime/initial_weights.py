@@ -24,8 +24,8 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     if groups.is_local or not names:
         return
     parameters = {entry.name: full_tensor(entry.parameter.detach()) for entry in tied.tied}
-    sums = torch.tensor([checksum({name: parameters[name]}) if name in parameters else 0 for name in names])
-    for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
+    checksums = torch.tensor([checksum({name: parameters[name]}) if name in parameters else 0 for name in names])
+    for name, column in zip(names, groups.gather(checksums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
                 "a shared parameter differs between ranks",

@@ -240,7 +240,8 @@ class _Merging:
         if type(rule) is int:
             dim: int | None = rule
         elif self.joined is None:
-            # Not where the lengths equal the samples only: whether they do may depend on the size of the batch.
+            # Concatenated even if the first dimension is not that of the samples: for another size of the batch its
+            # length might equal theirs, and the type of the result must not depend on that.
             if len({shape[1:] for shape in shapes}) > 1:
                 return tensors
             dim = 0

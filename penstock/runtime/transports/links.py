@@ -64,7 +64,7 @@ class Link:
         try:
             self._socket.send(_WAKE, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # the buffer is full: the other rank has messages that wake it
+            pass  # the buffer is full of wake-ups that the other rank has not read yet
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
 
