@@ -53,7 +53,7 @@ def agree_on_names(replicas: ReplicaGroup, names: Iterable[str]) -> None:
     total, squares = replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
     if not _are_equal(replicas, total, squares):
         hint = "the same dict of losses on every replica"
-        raise RunError("the replicas have losses of different names", names=", ".join(names), hint=hint)
+        raise RunError("losses must have the same names on all replicas", names=", ".join(names), hint=hint)
 
 
 def weights_among_replicas(

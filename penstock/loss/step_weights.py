@@ -83,7 +83,8 @@ class LossWeights:
         """
         # A tuple, because a reduction of a wrong type may not be hashable.
         if reduction is not None and reduction not in tuple(REDUCTIONS):
-            raise RunError("unknown reduction", reduction=repr(reduction), hint=choices_text((*REDUCTIONS, None)))
+            problem = f"reduction must be {choices_text((*REDUCTIONS, None))}"
+            raise RunError(problem, got=repr(reduction), hint="reduction=None, which detects it")
         self.has_function = loss_fn is not None
         """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function

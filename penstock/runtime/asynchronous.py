@@ -396,7 +396,7 @@ class AsyncEngine(Engine):
             raise RunError("record must be the same in all steps between two drains", hint="pipe.drain() before")
         if self._staleness == "2bw" and self._counts and self._counts[-1] < self._plan.num_ranks - 1:
             raise RunError(
-                'with staleness="2bw" all batches but the last before a drain need at least ranks - 1 microbatches',
+                'with staleness="2bw" all but the last batch before a drain must have at least ranks - 1 microbatches',
                 got=self._counts[-1],
                 ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
@@ -527,7 +527,7 @@ def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str)
     shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if shared:
         raise RunError(
-            "in an asynchronous pipeline, no parameter may be used by several stages",
+            "a parameter of an asynchronous pipeline must be used by one stage only",
             name=shared[0],
             hint="a partition that keeps its users on one stage, or no staleness",
         )

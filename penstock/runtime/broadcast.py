@@ -38,8 +38,8 @@ def check_structure(structure: Any, hint: str = "") -> None:
             or dtype_name(structure.dtype) not in ITEM_BYTES
             or structure.is_quantized
         ):
-            kind = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
-            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind, hint=hint)
+            got = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
+            raise RunError("a tensor that is sent to other ranks must be strided and not quantized", got=got, hint=hint)
     elif type(structure) in (list, tuple):
         for item in structure:
             check_structure(item, hint)

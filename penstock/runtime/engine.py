@@ -384,7 +384,7 @@ class Engine:
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
                     'target there or on the rank of the last stage, use inputs="first"'
                 )
-                raise RunError("a rank was given no batch", hint=hint)
+                raise RunError("every rank must be given the batch", hint=hint)
             batch = self._target_as_argument(batch)
             self._split_batch(batch, step)
             compiled = self._compiled(step)
@@ -440,7 +440,7 @@ class Engine:
         sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
-            problem = "rank 0 and the rank of the last stage were given different targets"
+            problem = "rank 0 and the rank of the last stage must be given the same target"
             raise RunError(problem, hint="one target").on_all_ranks()
         index, is_new = int(contents[0][2]), result.maxes[0] > 0
         # If the signature is new to at least one replica, all ranks agree on the step that they derive from it.
@@ -478,7 +478,7 @@ class Engine:
         with_loss = max(num_with_loss)
         if with_loss not in (0.0, count):
             raise RunError(
-                "some replicas have a target or labels and others do not",
+                "either all replicas or none must have a target or labels",
                 with_loss=int(with_loss) // self._groups.num_tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",

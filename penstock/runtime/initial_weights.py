@@ -28,7 +28,7 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     for name, column in zip(names, groups.gather(checksums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
-                "a shared parameter differs between ranks",
+                "a parameter that several ranks use must have the same values on all of them",
                 name=name,
                 ranks=[rank for rank, number in enumerate(column) if number],
                 hint=_HINT,

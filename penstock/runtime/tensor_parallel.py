@@ -280,7 +280,7 @@ def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Param
         difference = (entries - entries[0]).abs()
         if entries.numel() and bool((difference.max() > _MAX_DIFFERENCE * entries.abs().max()).item()):
             return RunError(
-                "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
+                "the gradient of a parameter that is not a DTensor must be equal on all tensor-parallel ranks",
                 name=name,
                 hint="SequenceParallel() for a module that is given a part of the sequence on each rank",
             )
