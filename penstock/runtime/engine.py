@@ -612,7 +612,7 @@ class Engine:
                 values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
                 losses_and_weights = tuple(groups.broadcast(values, self._last_rank).tolist())
         by_name = self._share_named_losses(step) if kind == NAMED_LOSSES else {}
-        outputs = self._merger.merged(step) if step.keeps_outputs else None
+        outputs = self._merger.merge(step) if step.keeps_outputs else None
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
         if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
