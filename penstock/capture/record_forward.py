@@ -146,7 +146,7 @@ class _Forward:
                 granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
 
     def _record_once(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
-        """Run the forward under a Recorder, and build the recording from what it has recorded."""
+        """Run the forward under a Recorder, and build the Recording from its steps."""
         model = self.model
         register_containers((self.args, self.kwargs))
         seed_generators(global_seed)

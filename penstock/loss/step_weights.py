@@ -320,7 +320,7 @@ class LossWeights:
         if known.problem:
             return known, weights
         is_due = is_new or has_new_labels or (is_training and (self.has_function or is_power_of_two))
-        # Once the reductions that fitted so far give different weights, a decision can tell them apart.
+        # Once the reductions that fitted so far give different weights, a decision can distinguish them.
         if any(other != weights for other in others) or (
             is_due and not reduction_fits(known.reduction, loss, pieces, number)
         ):

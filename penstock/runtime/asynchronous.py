@@ -53,7 +53,7 @@ _MAX_KINDS = 64
 class PendingResult(Result):
     """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`.
 
-    A subclass, so that code that is given a Result need not know of asynchronous pipelines.
+    A subclass, so that code written for a Result works with asynchronous pipelines too.
     """
 
     def __init__(self, number: int) -> None:
@@ -367,7 +367,7 @@ class AsyncEngine(Engine):
     @contextmanager
     def _ending_stream_on_error(self) -> Iterator[None]:
         """End the stream for good if the body fails: the stages have applied updates of different batches."""
-        # The check of an earlier evaluation says nothing about the messages of this step.
+        # The check of an earlier evaluation does not cover the messages of this step.
         self._stream_transport.begin_step()
         try:
             yield

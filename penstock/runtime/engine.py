@@ -402,7 +402,7 @@ class Engine:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
-            # The first stage computes while the votes travel: only the first message waits for the result.
+            # The first stage computes while votes are in transit: only the first message waits for the result.
             self._transport.begin_step(self._sync.finish)
         return compiled
 

@@ -171,7 +171,7 @@ class StageRunner:
         if step.is_training:
             self._runs[stage, microbatch] = run
         for names, target in stage_pass.outgoing:
-            # Another stage of this rank must see which values require a gradient.
+            # Another stage of this rank reads `requires_grad` of the values, which detached ones have lost.
             values = outputs if isinstance(target, SameRankSlot) else detached
             target.put(list(map(values.__getitem__, names)))
 

@@ -79,7 +79,7 @@ class BatchSender:
 
     def is_agreed(self, index: int, is_training: bool) -> bool:
         """Whether all ranks have agreed on a step with the signature of this index."""
-        # Not marked as used: only rank 0 asks.
+        # Not marked as used: only rank 0 calls this, and all ranks must drop the same signatures.
         return index in self._signatures and is_training in self._signatures[index].agreed
 
     def prepare(self, batch: Batch, step: Step) -> OutgoingBatch:

@@ -140,7 +140,7 @@ class RankMonitor:
             self._status.recovered()
 
     def step_finished(self, is_training: bool) -> None:
-        """Report that a step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
+        """Report that a step succeeded. Later steps of its kind are warm: their waits have the short deadline."""
         self._warm.add(is_training)
         self._polls_waits = False
         self._set_deadline(is_first=False)

@@ -431,7 +431,7 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
     refusing = [index for index, packed in enumerate(votes) if packed.key.request == _REFUSED]
     if not refusing and (problem := _different_requests(votes, kind)) is not None:
         return problem.on_all_ranks()
-    # Every rank takes part in the exchanges below, because all of them see the same votes.
+    # Every rank makes the exchanges below, because all of them have the same votes.
     if not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
         batches = [json.loads(text) for text in exchange.texts(json.dumps(describe_batch(vote.batch)))]
