@@ -107,7 +107,7 @@ def check_split(split: object, model: nn.Module) -> None:
 
 def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
     if not (given is None or isinstance(given, str)) or given not in choices:
-        raise RunError(f"unknown {name}", got=shown(given), hint=choices_text(choices))
+        raise RunError(f"{name} must be {choices_text(choices)}", got=shown(given), hint=f'{name}="{choices[0]}"')
 
 
 def check_staleness(

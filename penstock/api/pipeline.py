@@ -25,7 +25,7 @@ from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.api.rank_parameters import RankParameters, StepGradients, WatchedParameters
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split
 from penstock.capture import Granularity, shard_vocabulary, sharded_head
-from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, RunState, Saver
+from penstock.checkpoint import CheckpointOptions, FitProgress, Loaded, Loader, LoadTargets, RunState, Saver
 from penstock.errors import CheckpointError, PenstockError, PlanError, RunError
 from penstock.ir import Plan, Trace, as_int, counted, is_finite
 from penstock.launch import ErrorPrinter
@@ -134,8 +134,8 @@ class Pipeline:
         self._options, self._staleness = options, staleness
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
-        self._fit_progress = 0, 0
-        """the steps that `fit` had taken after its last one, and `num_steps` at that time; `fit` sets it"""
+        self._fit_progress = FitProgress()
+        """set by `fit`"""
 
         given_model, self._loss_fn = model, loss_fn
         model, loss_fn = split_model(model, plan, loss_fn)

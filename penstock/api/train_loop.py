@@ -23,7 +23,7 @@ from penstock.api.step_logs import StepLogs
 from penstock.api.train_options import TrainOptions
 from penstock.batches import Batch, Microbatch
 from penstock.capture import GeneratorStates, is_inexact
-from penstock.checkpoint import Batches, CheckpointDir, CheckpointOptions, PeriodicSaver, batches_from
+from penstock.checkpoint import Batches, CheckpointDir, CheckpointOptions, FitProgress, PeriodicSaver, batches_from
 from penstock.errors import CheckpointError, PenstockWarning, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace, named_leaves
 from penstock.launch import StopRequest, catch_stop_signals
@@ -254,11 +254,10 @@ class _Loop:
         """Restore the training if asked to; returns the remaining batches."""
         saver = self._saver
         # A step may have taken fewer calls of pipe.step than `accumulate`: a skipped one, or the last of the data.
-        known_steps, known_calls = self._pipe._fit_progress
-        calls = self._pipe.num_steps
-        if calls < known_calls:  # the user has set `pipe.num_steps`
-            known_steps = known_calls = 0
-        self._step = known_steps + (calls - known_calls) // self._options.accumulate
+        known, num_steps = self._pipe._fit_progress, self._pipe.num_steps
+        if num_steps < known.pipeline_steps:  # the user has set `pipe.num_steps`
+            known = FitProgress()
+        self._step = known.steps + (num_steps - known.pipeline_steps) // self._options.accumulate
         if saver is None:
             left = batches_from(batches, 0)
         else:
@@ -268,7 +267,7 @@ class _Loop:
             self._messages.append(message)
             self._history.num_skipped, self._logs.run_id = saver.num_skipped, saver.run_id
             self._step = self._step if saver.step is None else saver.step
-        self._pipe._fit_progress = self._step, self._pipe.num_steps
+        self._pipe._fit_progress = FitProgress(self._step, self._pipe.num_steps)
         if self._options.changes_lr:
             for group in self._optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
@@ -281,7 +280,7 @@ class _Loop:
         self._set_lr()
         outcome = self._retry_after_save(group)
         self._step += 1
-        pipe._fit_progress = self._step, pipe.num_steps
+        pipe._fit_progress = FitProgress(self._step, pipe.num_steps)
         self._metrics, self._is_evaluated = outcome.metrics, False
         self._history.add(outcome)
         self._write_metrics(outcome.metrics)

@@ -69,7 +69,7 @@ class TrainOptions:
     """where to write the metrics of every step, such as "csv:run.csv", "tensorboard:runs/first" or "wandb:project\""""
 
     def __post_init__(self) -> None:
-        from penstock.ir import as_int, is_finite  # loads numpy, which `penstock --help` must not
+        from penstock.ir import as_int, choices_text, is_finite  # loads numpy, which `penstock --help` must not
 
         for each in fields(self):
             name, value, least = each.name, getattr(self, each.name), get_args(each.type)[1].min
@@ -83,9 +83,11 @@ class TrainOptions:
         if self.clip is not None and not (is_finite(self.clip) and self.clip > 0):
             raise PenstockError("clip must be finite and above 0", got=self.clip, hint="clip=1.0")
         if self.precision not in PRECISIONS:
-            raise PenstockError("unknown precision", got=repr(self.precision), hint=" or ".join(PRECISIONS))
+            problem = f"precision must be {choices_text(PRECISIONS)}"
+            raise PenstockError(problem, got=repr(self.precision), hint=f'precision="{PRECISIONS[0]}"')
         if self.lr_schedule not in (None, *LR_SCHEDULES):
-            raise PenstockError("unknown lr_schedule", got=repr(self.lr_schedule), hint=" or ".join(LR_SCHEDULES))
+            problem = f"lr_schedule must be {choices_text((*LR_SCHEDULES, None))}"
+            raise PenstockError(problem, got=repr(self.lr_schedule), hint=f'lr_schedule="{COSINE}"')
         if self.lr_schedule in (LINEAR, COSINE):
             if self.steps is None:
                 hint = "steps=1000, at whose end the learning rate is 0"

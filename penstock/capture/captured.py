@@ -200,7 +200,7 @@ class Captured:
                 candidates[batch.signature] = self._recordings.get((batch.signature, fingerprint), [])
             holding = (candidate for candidate in candidates[batch.signature] if self._holds(candidate, batch))
             recording = next(holding, None)
-            # Candidates are tried in order, so only the first may be reused without asking its guards.
+            # Candidates are tried in order, so only the first may be reused without checking any guards.
             is_first = recording is not None and recording is candidates[batch.signature][0]
             if recording is None:
                 num_missing -= 1

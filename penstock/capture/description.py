@@ -24,8 +24,8 @@ from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, class_funct
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree
 
-_LAST_WORDS = (
-    # The process and its place among the others.
+_PROCESS_SPECIFIC_ENDINGS = (
+    # The process and its position among the others.
     r"rank|rank_?(zero|0)|(is_)?(main|master)(_process|_rank)?|device|device_?(id|index)|pid|host(name)?|port|num_threads",
     # The run.
     r"u?uid|run_?(id|name)|(output|save|log|work)_?(dir|path|file)",
@@ -35,16 +35,19 @@ _LAST_WORDS = (
     r"verbose|verbosity|debug|quiet|silent|tqdm|progress(_?bar)?|(should|do|is|can|will|enable)_log(s|ging)?",
 )
 _PROCESS_SPECIFIC = re.compile(
-    rf"(^|[_.:])({'|'.join(_LAST_WORDS)})$|^(log|logs|logging)$|(^|_)(print|wandb|tensorboard)(s|ing)?(_|$)",
+    rf"(^|[_.:])({'|'.join(_PROCESS_SPECIFIC_ENDINGS)})$"
+    r"|^(log|logs|logging)$|(^|_)(print|wandb|tensorboard)(s|ing)?(_|$)",
     re.IGNORECASE,
 )
 """names of attributes and globals whose values differ between processes"""
+# fmt: off
 _CHANGING_METHODS = frozenset(
-    (
-        *("add", "append", "appendleft", "clear", "discard", "extend"),
-        *("insert", "pop", "popleft", "remove", "setdefault", "update"),
-    )
+    {
+        "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft", "remove", "setdefault",
+        "update",
+    }
 )
+# fmt: on
 """of lists, sets and dicts"""
 _DEVICE_INDEX = re.compile(r"\b([a-z]+):\d+")
 _MAX_SHOWN, _MAX_ITEMS, _MAX_DEPTH = 120, 256, 3
@@ -57,11 +60,13 @@ MODEL_LINE, SEPARATOR = "model ", "; "
 def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str, ...]:
     """A line for every module: its class, a hash of the code, and the attributes that the code reads and does not set.
 
-    Without the attributes of `opened` modules: those that matter are in the recorded calls, and others, such as a flag
-    of the process that prints, may differ. An attribute that a method sets or changes, such as a counter or a cache,
-    differs between ranks, as each runs its own stages. Texts with digits are left out, except names of dtypes: names of
-    runs, hosts and files have them. Of a configuration, the fields that the code reads are compared. Then a line for
-    every number among the global variables and class attributes that the user's classes refer to.
+    Then a line for every number among the global variables and class attributes that the user's classes refer to. Of a
+    configuration, only the fields that the code reads are described. Left out are:
+
+    - attributes of `opened` modules: those that matter are in the recorded calls, and others, such as a flag of the
+      process that prints, may differ;
+    - attributes that a method sets or changes, such as a counter or a cache: each rank runs its own stages;
+    - strings with digits, except names of dtypes: names of runs, hosts and files have digits.
     """
     lines = []
     for path, module in model.named_modules():
@@ -81,7 +86,7 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
                 fields = {f"{name}.{field}": item for field, item in vars(value).items() if field in names}
             for field, item in fields.items():
                 is_numbered = isinstance(item, str) and any(map(str.isdigit, item)) and not hasattr(torch, item)
-                # None may be the place of a cache that only some ranks have filled.
+                # None may stand for a cache that only some ranks have filled.
                 if item is None or is_numbered or _PROCESS_SPECIFIC.search(field):
                     continue
                 if text := _shown(item):

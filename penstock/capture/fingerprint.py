@@ -89,7 +89,7 @@ class Fingerprinter:
 
     def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
         """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
-        # Much faster than to walk through the model and compare.
+        # Much faster than finding all modules again by walking through the model.
         unchanged = [list(module._modules.items()) == children for module, children in self._children]
         if not unchanged or not all(unchanged):
             self.find_modules(granularity)

@@ -72,11 +72,8 @@ class Granularity:
         for block in self.basic_blocks:
             # "" is the name of the model itself.
             if block == "" or block not in modules:
-                raise CaptureError(
-                    "no module of this name or class",
-                    basic_block=block,
-                    hint="a name of named_modules()",
-                )
+                problem = "a basic block must be the name or the class of a module in the model"
+                raise CaptureError(problem, basic_block=block, hint="a name of named_modules()")
             if not _can_be_called(modules[block]):
                 parts = [name for name, part in modules[block].named_children() if _can_be_called(part)]
                 inside = f"{block}.{parts[0]}" if isinstance(block, str) and parts else "the modules in it"

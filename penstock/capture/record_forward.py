@@ -70,7 +70,7 @@ def make_recording(
             error = difference(recording, second.recording)
         after = model_settings(model, granularity)
         if error is not None and not caches_constants(model, first, second):
-            # Is only the first forward different, or every one?
+            # A third forward shows whether only the first one differs, or every one.
             third = forward.record(_SEEDS[0], recording.granularity, recording.functions)
             if difference(second.recording, third.recording) is None:
                 raise CaptureError(
@@ -113,8 +113,8 @@ class _Forward:
                 # Only its siblings: in another module, blocks of the same class may be called.
                 around = bypassed.block.rpartition(".")[0]
                 granularity = granularity.open_like(self.model, bypassed.block, around)
-            except NotReplayable as call:
-                (functions.drawing if call.draws else functions.reading).append(call.function)
+            except NotReplayable as error:
+                (functions.drawing if error.draws else functions.reading).append(error.function)
             except LeakyCall as leak:
                 if leak.where in blocks:
                     granularity = granularity.open_like(self.model, leak.where)
@@ -146,7 +146,7 @@ class _Forward:
                 granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
 
     def _record_once(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
-        """Run the forward under a Recorder, and build the recording from what it has recorded."""
+        """Run the forward under a Recorder, and build the Recording from its steps."""
         model = self.model
         register_containers((self.args, self.kwargs))
         seed_generators(global_seed)

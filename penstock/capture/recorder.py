@@ -328,11 +328,11 @@ class Recorder(TorchFunctionMode):
         if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
             # The items may be anything, such as modules: record the draw of their index.
             draw = PythonDraw(function.__self__.randrange)
-            place = self._record(draw, draw, (len(args[0]),), {})
-            return args[0][int(place)]
+            index = self._record(draw, draw, (len(args[0]),), {})
+            return args[0][int(index)]
         draw = PythonDraw(function)
         recorded = self._record(draw, draw, args, kwargs)
-        # The model's Python code sees different numbers in each recording. If they influence anything that is not
+        # The model's Python code gets different numbers in each recording. If they influence anything that is not
         # recorded, the two recordings differ and capture fails.
         with self._paused(), python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
             exposed = function(*args, **kwargs)
@@ -450,7 +450,7 @@ class Recorder(TorchFunctionMode):
         return returned
 
     def _check_containers(self, call: ObservedCall, contents: ArgumentContents, result: Any) -> None:
-        """Find out whether a call changed containers among its arguments; raise if the model must be recorded anew."""
+        """Find out whether a call changed containers among its arguments; raise if the model must be recorded again."""
         # Checked first: NewContainer and LeakyCall record again, and an object of a module that this call has changed
         # would then hold tensors of this recording. `have_changed` raises an error for it.
         call.changes_arguments = contents.have_changed(call.where)

@@ -33,7 +33,7 @@ from penstock.checkpoint.manifest import check_digests, read_manifest, step_of
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.run_state import RUN, RunState
+from penstock.checkpoint.run_state import RUN, FitProgress, RunState
 from penstock.checkpoint.saving import CheckpointOptions, Saver
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
-from penstock.checkpoint.run_state import RUN, RunState
+from penstock.checkpoint.run_state import RUN, FitProgress, RunState
 from penstock.checkpoint.sources import DOWNLOAD_AGAIN
 from penstock.checkpoint.tensor_file import DTYPES, TensorFile, read_bytes
 from penstock.errors import CheckpointError, DamagedError, PenstockError
@@ -49,8 +49,8 @@ class Loaded:
     """the `extra` given to `save`"""
     bytes_checked: int = 0
     """size of the files whose digests this rank verified, on behalf of all ranks"""
-    fit_progress: tuple[int, int] = (0, 0)
-    """number of steps that `fit` had taken after its last one, and of those of the Pipeline at that time"""
+    fit_progress: FitProgress = field(default=FitProgress())
+    """the number of steps of `fit`, and of the Pipeline, when `fit` took its last step"""
 
 
 class TensorReader:

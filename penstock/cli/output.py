@@ -38,12 +38,12 @@ _MAX_MESSAGE = 20_000  # of a longer message, such as an error of the user's cod
 # Hints are written for Python ("ranks=2"); these arguments have a command-line option, most of the same name.
 _FLAGS = {
     **{field.name: field.name for field in fields(TrainOptions)},
-    **{name: name for name in ("ranks", "microbatches", "stages_per_rank", "in_flight", "depth")},
+    **{name: name for name in ("ranks", "microbatches", "stages_per_rank", "in_flight", "depth", "recompute")},
     **{name: name for name in ("forward", "input_grad", "weight_grad", "latency", "overlap", "activation_bytes")},
     "budget_seconds": "budget",
     "basic_blocks": "block",
 }
-_KEYWORD = re.compile(rf"\b({'|'.join(_FLAGS)})=(\w[\w.]*)")
+_KEYWORD = re.compile(rf"\b({'|'.join(_FLAGS)})=(\"?)(\w[\w.]*)\2")
 _BLOCKS = re.compile(r"\bbasic_blocks(=\[[^]]*\])?")
 
 
@@ -84,7 +84,7 @@ def failed(message: str, code: int) -> typer.Exit:
 
 def _with_flags(error: PenstockError) -> str:
     """The message, with Python arguments of the hint as options: `--stages-per-rank 2` for `stages_per_rank=2`."""
-    hint = _KEYWORD.sub(lambda found: f"--{_FLAGS[found[1]].replace('_', '-')} {found[2]}", error.hint)
+    hint = _KEYWORD.sub(lambda found: f"--{_FLAGS[found[1]].replace('_', '-')} {found[3]}", error.hint)
     hint = _BLOCKS.sub("--block NAME", hint)
     return str(error).removesuffix(error.hint) + hint
 

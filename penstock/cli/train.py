@@ -119,8 +119,8 @@ def train(
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
             # Without --out, the losses of the steps before a restart or a resume are not known here.
             first = run.steps[0].step + 1
-            since = f"steps {first} to {last}" if first < last else f"step {first}"
-            taken = counted(len(run.steps), "step") if first == 1 else since
+            numbers = f"steps {first} to {last}" if first < last else f"step {first}"
+            taken = counted(len(run.steps), "step") if first == 1 else numbers
             evaluated = run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")

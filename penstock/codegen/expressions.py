@@ -199,6 +199,7 @@ class Expressions:
         is_number = isinstance(operands[-1], bool | int | float)
         reflected, in_place = is_number and _REFLECTED.get(name), isinstance(operands[0], Ref) and _IN_PLACE.get(name)
         form = _FORMS.get(name) or reflected or in_place or ""
+        # A form may need two operands: `add(x)` is no operator.
         is_operator = form.count("{") == len(operands) and (is_number or self._is_tensor(operands[-1]))
         return form.format(first, *rest) if is_operator else ""
 

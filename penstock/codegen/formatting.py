@@ -27,12 +27,13 @@ def statement_lines(code: str, indent: str = "") -> list[str]:
 def _text(node: ast.AST) -> str:
     """The code of a node in one line, with double quotes."""
 
-    def as_formatters_write(token: re.Match[str]) -> str:
+    def normalized(token: re.Match[str]) -> str:
+        """As ruff and black write it."""
         if token[0].startswith("'") and '"' not in token[0] and "\\'" not in token[0]:
             return f'"{token[0][1:-1]}"'
         return "" if token[0] == "+" else token[0]
 
-    return _TOKEN.sub(as_formatters_write, ast.unparse(node))
+    return _TOKEN.sub(normalized, ast.unparse(node))
 
 
 def _without_parentheses(node: ast.expr) -> str:

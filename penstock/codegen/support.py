@@ -98,7 +98,7 @@ def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def constants(name: str, digest: str) -> dict[str, Tensor]:
-    """The tensors in the file beside this one, whose content must be the one that was written with this file."""
+    """The tensors in the file beside this one; raises ValueError if its content has changed since both were written."""
     import hashlib
     from pathlib import Path
 

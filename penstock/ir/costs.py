@@ -100,7 +100,7 @@ class StageCosts:
         for name, value in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or value)
         if not 1 <= self.num_stages <= MAX_STAGES:
-            raise CostError("number of stages out of range", stages=self.num_stages, limit=MAX_STAGES)
+            raise CostError(f"the number of stages must be from 1 to {MAX_STAGES}", got=self.num_stages)
         for name in _PER_STAGE:
             if (entries := len(getattr(self, name))) != self.num_stages:
                 raise CostError(f"{name} must have one entry per stage", entries=entries, stages=self.num_stages)

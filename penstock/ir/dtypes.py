@@ -1,7 +1,8 @@
 """The dtypes that are supported, by torch's names.
 
-`capture/dtypes.py` has the properties that torch gives them, and `DTYPES` in `checkpoint/tensor_file.py` those that
-checkpoints can hold.
+`capture/dtypes.py` has the properties that torch gives them, such as complex numbers as pairs of real ones. Which of
+them checkpoints can hold is in `checkpoint/tensor_file.py`, and how they are sent in `runtime/transports/base.py`
+(`TensorCodec`).
 """
 
 ITEM_BYTES = {

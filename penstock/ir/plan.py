@@ -22,12 +22,14 @@ from penstock.ir.training_state import TrainingState
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
 
 _PLAN_COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
+# fmt: off
 _SEARCH_COLUMNS = (
-    *("step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not"),
+    "step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not",
 )
 _LAYOUT_COLUMNS = (
-    *("replicas x ranks x tp", "microbatches", "stages", "recomputed", "step", "bubble", "peak", "MFU", "why not"),
+    "replicas x ranks x tp", "microbatches", "stages", "recomputed", "step", "bubble", "peak", "MFU", "why not",
 )
+# fmt: on
 _TOLERANCE = 1e-9
 _SHOWN_PEAKS, _SHOWN_LAYOUTS = 8, 16
 ESTIMATED = "estimated"

@@ -34,9 +34,10 @@ class _Ordered:
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_microbatches <= MAX_MICROBATCHES:
-            raise ScheduleError("microbatches out of range", microbatches=self.num_microbatches, limit=MAX_MICROBATCHES)
+            problem = f"microbatches must be a whole number from 1 to {MAX_MICROBATCHES}"
+            raise ScheduleError(problem, got=self.num_microbatches)
         if self.num_stages > MAX_STAGES:
-            raise ScheduleError("too many stages", stages=self.num_stages, limit=MAX_STAGES)
+            raise ScheduleError(f"a schedule must have at most {MAX_STAGES} stages", got=self.num_stages)
         if len(self.table) != self.num_ranks:
             raise ScheduleError("there must be one order per rank", orders=len(self.table), ranks=self.num_ranks)
         passes = self.table.passes

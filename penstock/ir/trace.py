@@ -77,10 +77,10 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Idle time by cause: the seconds of one rank, which with its work add up to the makespan, or shares of a step.
+    """Idle time by cause: in seconds of one rank, which add up to the makespan with its work, or as shares of a step.
 
-    `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference to the
-    work of the busiest rank, and `wait` is waiting for data.
+    `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference from the
+    work of the busiest rank, and `wait` is time spent waiting for data.
     """
 
     warm_up: float

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import CostError
-from penstock.ir.arguments import find_named, is_count
+from penstock.ir.arguments import choices_text, find_named, is_count
 from penstock.ir.dtypes import ITEM_BYTES
 from penstock.ir.graph import TensorSpec
 
@@ -61,7 +61,8 @@ class TrainingState:
         if self.optimizer not in OPTIMIZERS:
             raise CostError("unknown optimizer", got=repr(self.optimizer), hint=f"one of {', '.join(OPTIMIZERS)}")
         if self.precision not in (None, *PRECISIONS):
-            raise CostError("unknown precision", got=repr(self.precision), hint=f"one of {', '.join(PRECISIONS)}")
+            problem = f"precision must be {choices_text((*PRECISIONS, None))}"
+            raise CostError(problem, got=repr(self.precision), hint=f'precision="{PRECISIONS[0]}"')
         if not is_count(self.optimizer_shards):
             raise CostError("optimizer_shards must be a whole number, 1 or more", got=repr(self.optimizer_shards))
 

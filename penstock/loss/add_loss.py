@@ -43,8 +43,8 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
         got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise RunError("an added loss must be one number in a tensor", got=got, hint="(0.01 * x.square()).mean()")
     if reduction is not None and reduction not in SAMPLE_REDUCTIONS:
-        hint = choices_text((*SAMPLE_REDUCTIONS, None))
-        raise RunError("unknown reduction of an added loss", reduction=repr(reduction), hint=hint)
+        problem = f"the reduction of an added loss must be {choices_text((*SAMPLE_REDUCTIONS, None))}"
+        raise RunError(problem, got=repr(reduction), hint="add_loss(value), which detects it")
     if has_torch_function_unary(value):
         handle_torch_function(added_loss, (value,), value, reduction)
     else:

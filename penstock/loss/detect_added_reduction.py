@@ -9,7 +9,7 @@ from penstock.batches import with_columns_of
 from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.add_loss import Added
 from penstock.loss.probe import Evaluation, Probe
-from penstock.loss.reduction_weights import SAMPLE_REDUCTIONS, Count, Piece
+from penstock.loss.reduction_weights import SAMPLE_REDUCTIONS, Piece, Reduction
 from penstock.loss.returned_loss import ModelLoss, Noise
 from penstock.loss.samples import choose_parts
 from penstock.loss.step_weights import LossStep
@@ -23,9 +23,9 @@ class AddedLosses:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._kinds: LruCache[tuple[int, Recording, int], list[str]] = LruCache()
-        """the kind of every loss that a stage adds, by stage, recording and number of losses: a block may add one for
-        some microbatches only"""
+        self._detected: LruCache[tuple[int, Recording, int], list[str]] = LruCache()
+        """the reduction of every loss that a stage adds, by stage, recording and number of losses: a block may add one
+        for some microbatches only"""
         self.warnings: tuple[str, ...] = ()
         """about added losses whose weights may not be those of one process"""
 
@@ -42,35 +42,35 @@ class AddedLosses:
 
         `nodes` are those of the stage, and `num_samples` is the size of the batch, averaged over the replicas.
         """
-        kinds, size = [loss.reduction for loss in added], step.microbatches[microbatch].size
-        if size != num_samples and None in kinds:
-            recording = step.recordings[microbatch]
-            detected_kinds = self._kinds.get_or_make(
-                (stage, recording, len(added)), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
+        names, size = [loss.reduction for loss in added], step.microbatches[microbatch].size
+        if size != num_samples and None in names:
+            detected = self._detected.get_or_make(
+                (stage, step.recordings[microbatch], len(added)),
+                lambda: self._detect(step, microbatch, stage, nodes, len(added)),
             )
-            kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
-        # Without a kind the microbatch is the batch: a mean and a sum have the same weight.
-        weights = [Count(kind or "mean").weights_of((size,), num_samples)[0] for kind in kinds]
+            names = [given or found for given, found in zip(names, detected, strict=True)]
+        # Without a name the microbatch is the batch: a mean and a sum have the same weight.
+        weights = [Reduction(name or "mean").weights_of((size,), num_samples)[0] for name in names]
         return torch.stack([loss.value.reshape(()) * weight for loss, weight in zip(added, weights, strict=True)]).sum()
 
-    def _find_kinds(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:
-        """The kind of every loss that a stage adds."""
+    def _detect(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:
+        """The names of the reductions of the `count` losses that a stage adds."""
         try:
             draws, sizes = self._probes(step, microbatch, nodes)
         except Exception:  # the user's model may raise anything
             draws, sizes = [], []
         pieces: list[Piece] = [({}, size) for size in sizes]
-        weights = {kind: Count(kind).weights(pieces) for kind in SAMPLE_REDUCTIONS}
-        kinds: list[str] = []
+        weights = {name: Reduction(name).weights(pieces) for name in SAMPLE_REDUCTIONS}
+        detected: list[str] = []
         for number in range(count):
             probes = [draw[number] for draw in draws if len(draw) == count]
-            fitting = [kind for kind in weights if probes and all(probe.fits(weights[kind]) for probe in probes)]
-            kinds.append(fitting[0] if fitting else "mean")
+            fitting = [name for name in weights if probes and all(probe.fits(weights[name]) for probe in probes)]
+            detected.append(fitting[0] if fitting else "mean")
             if not fitting:
                 problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
                 hint = 'add_loss(..., reduction="mean" or "sum") overrides'
                 self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
-        return kinds
+        return detected
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> tuple[list[list[Probe]], list[int]]:
         """The probes of the losses that the nodes of a stage add, in their order, for each of two draws of noise.

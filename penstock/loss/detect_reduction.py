@@ -1,6 +1,6 @@
-"""Detects which reduction a loss has, and so how the weights of microbatches are found.
+"""Detects which of the reductions in `reduction_weights.py` a loss has, and so how its weights are found.
 
-They are counted, or the loss is evaluated in every step.
+The weights of microbatches are counted, or the loss is evaluated in every step.
 """
 
 import math
@@ -16,7 +16,7 @@ from penstock.batches import Microbatch
 from penstock.errors import PenstockError
 from penstock.launch import one_line
 from penstock.loss.probe import Evaluate, Evaluation, Probe
-from penstock.loss.reduction_weights import Count, Piece, candidates
+from penstock.loss.reduction_weights import Piece, Reduction, candidates
 from penstock.loss.samples import LARGE, SampleRange, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE
@@ -50,19 +50,19 @@ class ProbedLoss(Protocol):
 class Decision:
     """How the weights of a step are found."""
 
-    count: Count | None
-    """the divisor of the loss, which is counted in every step; None: the loss is evaluated in every step"""
-    alternatives: tuple[Count, ...] = ()
-    """other counts that fitted as well, because they have given the same weights so far"""
+    reduction: Reduction | None
+    """that of the loss, whose divisor is counted in every step; None: the loss is evaluated in every step"""
+    alternatives: tuple[Reduction, ...] = ()
+    """others that fitted as well, because they have given the same weights so far"""
     problem: str = ""
     """why the weights are not, or may not be, exact"""
     is_provisional: bool = False
     """whether the next step should decide again, because this one was not conclusive"""
 
     @cached_property
-    def counts(self) -> tuple[Count, ...]:
-        """The count and its alternatives."""
-        return () if self.count is None else (self.count, *self.alternatives)
+    def reductions(self) -> tuple[Reduction, ...]:
+        """The reduction and its alternatives."""
+        return () if self.reduction is None else (self.reduction, *self.alternatives)
 
 
 def decide(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple[Decision, tuple[float, ...]]:
@@ -82,21 +82,21 @@ def decide(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple
             raise
         except Exception as error:  # a user's loss may raise anything for parts of a batch
             problem = f"{UNDECIDED} (it cannot be evaluated on part of a batch: {one_line(error)})"
-            decision = Decision(Count("mean"), problem=problem)
-        # A decision that was made on few samples is final only if it is a count without doubts.
-        if decision.count is None:
+            decision = Decision(Reduction("mean"), problem=problem)
+        # A decision that was made on few samples is final only if it is a reduction without doubts.
+        if decision.reduction is None:
             if parts == everything and weights is not None:
                 return decision, weights
         elif parts == everything or not (decision.problem or decision.is_provisional):
-            weights, *others = [count.weights(pieces) for count in decision.counts]
-            # Counts that agree on a few samples may differ on all of them.
+            weights, *others = [reduction.weights(pieces) for reduction in decision.reductions]
+            # Reductions that agree on a few samples may differ on all of them.
             if parts == everything or all(other == weights for other in others):
                 return decision, weights
     raise AssertionError("unreachable: evaluating all microbatches always gives a decision")
 
 
-def count_fits(count: Count, loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> bool:
-    """Whether a count gives the weights of two microbatches of a step, or of a few samples of them."""
+def reduction_fits(reduction: Reduction, loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> bool:
+    """Whether a reduction gives the weights of two microbatches of a step, or of a few samples of them."""
     sizes = [size for _, size in pieces]
     parts = choose_parts(sizes, loss.sample_size, [tensors for tensors, _ in pieces], 2, step_number)
     try:
@@ -106,7 +106,7 @@ def count_fits(count: Count, loss: ProbedLoss, pieces: Sequence[Piece], step_num
         raise
     except Exception:  # a user's loss may raise anything for parts of a batch
         return False
-    return not probe.is_decisive or probe.fits(count.weights(_pieces(loss, parts)))
+    return not probe.is_decisive or probe.fits(reduction.weights(_pieces(loss, parts)))
 
 
 def evaluated_weights(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
@@ -130,20 +130,20 @@ def _decide_on(
 ) -> tuple[Decision, tuple[float, ...] | None]:
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
     pieces = _pieces(loss, parts)
-    known = {count: count.weights(pieces) for count in candidates(pieces)}
+    known = {reduction: reduction.weights(pieces) for reduction in candidates(pieces)}
     probes = _probes(loss, parts, (2 * step_number, 2 * step_number + 1), known)
     weights = _combine_draws(probes)
     if weights is None:
         # A loss of NaN or 0 comes from a batch without labels, for which any weights are right. In either case the
         # next step may be conclusive.
         has_loss = any(math.isfinite(probe.loss) and probe.loss for probe in probes)
-        return Decision(Count("mean"), problem=UNDECIDED if has_loss else "", is_provisional=True), None
+        return Decision(Reduction("mean"), problem=UNDECIDED if has_loss else "", is_provisional=True), None
     decisive = [probe for probe in probes if probe.is_decisive]
 
-    def distance(count: Count) -> float:
-        return max(probe.distance(known[count]) for probe in decisive)
+    def distance(reduction: Reduction) -> float:
+        return max(probe.distance(known[reduction]) for probe in decisive)
 
-    fitting = [count for count in known if all(probe.fits(known[count]) for probe in decisive)]
+    fitting = [reduction for reduction in known if all(probe.fits(known[reduction]) for probe in decisive)]
     if fitting:
         # Several may fit within the tolerance. The closest is used as long as all of them give the same weights.
         best, *alternatives = sorted(fitting, key=distance)
@@ -152,15 +152,15 @@ def _decide_on(
         return Decision(None), weights
     # No weights are exact. Those of the largest term of the loss are used: of the mean over labels if they are much
     # closer than those of the mean over samples, else of the latter.
-    best = min((count for count in known if count.is_usual), key=distance)
-    best = best if distance(best) < distance(Count("mean")) / 2 else Count("mean")
+    best = min((reduction for reduction in known if reduction.is_usual), key=distance)
+    best = best if distance(best) < distance(Reduction("mean")) / 2 else Reduction("mean")
     return Decision(best, problem=INSEPARABLE), None
 
 
 def _probes(
-    loss: ProbedLoss, parts: Sequence[SampleRange], draws: Sequence[int], known: Mapping[Count, tuple[float, ...]]
+    loss: ProbedLoss, parts: Sequence[SampleRange], draws: Sequence[int], known: Mapping[Reduction, tuple[float, ...]]
 ) -> list["Probe | _PairProbe"]:
-    """One probe for each draw; `known` are counts whose weights will be compared with them."""
+    """One probe for each draw; `known` are reductions whose weights will be compared with them."""
     probes: list[Probe | _PairProbe] = []
     is_large = loss.sample_size * sum(part.length for part in parts) > _MAX_TOGETHER
     for draw in draws:
@@ -189,11 +189,11 @@ class _PairProbe:
     same one, the pivot, so that the ratio of their two weights is the part's divisor relative to that of the pivot.
     """
 
-    def __init__(self, evaluate: Evaluate, num_parts: int, known: Mapping[Count, tuple[float, ...]]) -> None:
+    def __init__(self, evaluate: Evaluate, num_parts: int, known: Mapping[Reduction, tuple[float, ...]]) -> None:
         self.loss = self.tolerance = 0.0
         self.is_decisive = False
         self._fits = dict.fromkeys(known.values(), True)
-        counts = {weights: count for count, weights in known.items()}
+        reductions = {weights: reduction for reduction, weights in known.items()}
         self._is_consistent = True
         """whether the pairs agree with one another, and each with its own weights"""
         alone: dict[int, Evaluation] = {}
@@ -208,10 +208,10 @@ class _PairProbe:
                 shares.append(0.0)
                 continue
             self.is_decisive = True
-            for weights, count in counts.items():
-                # The weights among all parts are in proportion to the counts of these, which give those of the two.
+            for weights, reduction in reductions.items():
+                # The weights among all parts are in proportion to their counts, which give the weights of the two.
                 pair = (weights[pivot], weights[other])
-                self._fits[weights] &= probe.fits(count.weights_of(pair, sum(pair) or 1.0))
+                self._fits[weights] &= probe.fits(reduction.weights_of(pair, sum(pair) or 1.0))
             pivot_weight, other_weight = probe.weights
             self._is_consistent &= probe.fits((pivot_weight, other_weight))
             if pivot_weight and other_weight:
@@ -226,7 +226,7 @@ class _PairProbe:
             else:
                 # The gradient of the pivot is zero: this part becomes the pivot, and earlier shares are rescaled to it.
                 shares, pivot = [share * max(0.0, 1 / other_weight - 1) for share in shares] + [1.0], other
-        self.weights = Count("sum" if kinds == {"sum"} else "mean").weights_of(shares, sum(shares))
+        self.weights = Reduction("sum" if kinds == {"sum"} else "mean").weights_of(shares, sum(shares))
 
     def fits(self, weights: tuple[float, ...]) -> bool:
         """Whether these are the weights of all pairs."""

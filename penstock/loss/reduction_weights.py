@@ -17,11 +17,11 @@ Piece = tuple[Mapping[str, Tensor], int]
 
 
 @dataclass(frozen=True)
-class Count:
-    """The divisor of a loss: the samples, entries of a tensor among targets or inputs, or nothing (a sum)."""
+class Reduction:
+    """What a loss is divided by: the samples, entries of a tensor among targets or inputs, or nothing (a sum)."""
 
-    kind: str
-    """the name of a reduction, one of `REDUCTIONS`"""
+    name: str
+    """one of `REDUCTIONS`"""
     tensor: str = ""
     """of "tokens": the name of the tensor whose entries are counted; empty: all labels together"""
     ignore_index: int | None = None
@@ -32,12 +32,12 @@ class Count:
     @cached_property
     def is_sum(self) -> bool:
         """Whether the loss is a sum, which has no divisor."""
-        return self.kind == "sum"
+        return self.name == "sum"
 
     @cached_property
     def counts_entries(self) -> bool:
         """Whether entries of tensors are counted, such as labels, and not only samples."""
-        return self.kind == "tokens"
+        return self.name == "tokens"
 
     @property
     def is_usual(self) -> bool:
@@ -61,7 +61,7 @@ class Count:
             counted_tensors = [tensors[self.tensor]] if self.tensor else _labels(tensors)
             if not counted_tensors:
                 raise RunError(
-                    f'reduction="{self.kind}" requires labels to count, got none',
+                    f'reduction="{self.name}" requires labels to count, got none',
                     hint="give class indices as target= or labels=, or another reduction",
                 )
             sums = []
@@ -90,9 +90,10 @@ class Count:
         return tuple(count / total * num_replicas if total else math.nan for count in totals)
 
 
-REDUCTIONS = {count.kind: count for count in (Count("mean"), Count("tokens", ignore_index=IGNORE_INDEX), Count("sum"))}
-"""by the name that users give, the divisor of the loss"""
-SAMPLE_REDUCTIONS = tuple(name for name, count in REDUCTIONS.items() if not count.counts_entries)
+_USUAL = (Reduction("mean"), Reduction("tokens", ignore_index=IGNORE_INDEX), Reduction("sum"))
+REDUCTIONS = {reduction.name: reduction for reduction in _USUAL}
+"""by the name that users give"""
+SAMPLE_REDUCTIONS = tuple(name for name, reduction in REDUCTIONS.items() if not reduction.counts_entries)
 """those that count samples only, which losses of `add_loss` may have"""
 
 
@@ -102,9 +103,9 @@ def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensor for tensor in named if not is_inexact(tensor)]
 
 
-def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
-    """Counts by which the loss of some pieces may be divided, the cheapest first."""
-    yield Count("mean")
+def candidates(pieces: Sequence[Piece]) -> Iterator[Reduction]:
+    """The reductions that the loss of some pieces may have, the cheapest first."""
+    yield Reduction("mean")
     # Only tensors with a dimension of samples: others are the same in every microbatch.
     for name, tensor in pieces[0][0].items():
         if not tensor.numel() or pieces[0][1] not in tensor.shape or not is_ordered(tensor):
@@ -114,10 +115,10 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
             # Besides -100, the label of padding that is ignored is usually the smallest or the largest one.
             ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
             ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))
-            yield from (Count("tokens", name, value, skips) for value in ignored for skips in positions)
+            yield from (Reduction("tokens", name, value, skips) for value in ignored for skips in positions)
         # A mask, or weights of samples or tokens: the divisor is the sum of their entries.
-        yield from (Count("tokens", name, None, skips) for skips in positions)
-    yield Count("sum")
+        yield from (Reduction("tokens", name, None, skips) for skips in positions)
+    yield Reduction("sum")
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

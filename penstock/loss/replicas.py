@@ -14,11 +14,11 @@ from penstock.batches import Microbatch
 from penstock.errors import RunError
 from penstock.ir import choices_text, map_leaves
 from penstock.loss.detect_reduction import INSEPARABLE, Decision
-from penstock.loss.reduction_weights import REDUCTIONS, Count, Piece
+from penstock.loss.reduction_weights import REDUCTIONS, Piece, Reduction
 
 _ROUNDING = 1e-6
 _NUM_BUCKETS = 1 << 12
-"""of the hashes of counts, when replicas look for one that fits on all of them"""
+"""of the hashes of reductions, when replicas look for one that fits on all of them"""
 _NUM_CODES = 1 << 20
 """few enough that the squares of their sums are exact in float64"""
 
@@ -53,45 +53,45 @@ def agree_on_names(replicas: ReplicaGroup, names: Iterable[str]) -> None:
     total, squares = replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
     if not _are_equal(replicas, total, squares):
         hint = "the same dict of losses on every replica"
-        raise RunError("the replicas have losses of different names", names=", ".join(names), hint=hint)
+        raise RunError("losses must have the same names on all replicas", names=", ".join(names), hint=hint)
 
 
 def weights_among_replicas(
-    replicas: ReplicaGroup, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece], reduction: str
+    replicas: ReplicaGroup, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece], reduction_name: str
 ) -> tuple[tuple[float, ...], str]:
     """The weights among the microbatches of all replicas, and why they are not exact.
 
     `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch. A
-    collective call of the replicas: each takes part with every value, even if it does not need the sums. `reduction` is
-    the one to name in an error.
+    collective call of the replicas: each takes part with every value, even if it does not need the sums.
+    `reduction_name` is for an error.
     """
-    num_replicas, num_own, count = replicas.count, len(pieces), decision.count
+    num_replicas, num_own, reduction = replicas.count, len(pieces), decision.reduction
     has_reference = len(weights) > num_own and weights[-1] > 0
     # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
     is_additive = has_reference and abs(sum(weights) - 1) <= _ROUNDING
-    problem = decision.problem or ("" if count is not None or is_additive else INSEPARABLE)
+    problem = decision.problem or ("" if reduction is not None or is_additive else INSEPARABLE)
     if problem or decision.is_provisional:
         shares = [float(size) for _, size in pieces]
     else:
         # The reference is the same on all replicas, so that shares relative to it can be added up.
         shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
-    totals = [] if count is None else count.totals(pieces)
-    # Hashes of the count, and of the number of entries per sample: both are compared between the replicas.
-    code = _hash(count)
+    totals = [] if reduction is None else reduction.totals(pieces)
+    # Hashes of the reduction, and of the number of entries per sample: both are compared between the replicas.
+    code = _hash(reduction)
     length = _hash(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
     values = [code, code**2, length, length**2, float(bool(shares)), sum(shares), sum(totals)]
     sums = replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
     codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
-    if count is not None and _are_equal(replicas, codes, square_codes):
-        return count.weights_of(totals, total, num_replicas), problem
+    if reduction is not None and _are_equal(replicas, codes, square_codes):
+        return reduction.weights_of(totals, total, num_replicas), problem
     if num_shared == num_replicas and _are_equal(replicas, lengths, square_lengths):
-        return Count("mean").weights_of(shares, all_shares, num_replicas), problem
+        return Reduction("mean").weights_of(shares, all_shares, num_replicas), problem
     agreed = _agreed_weights(replicas, decision, pieces)
     if agreed is not None:
         return agreed, problem
     raise RunError(
         "the replicas disagree about how the loss is averaged",
-        reduction=reduction,
+        reduction=reduction_name,
         hint=f"reduction={choices_text(REDUCTIONS)}",
     )
 
@@ -105,18 +105,18 @@ def _are_equal(replicas: ReplicaGroup, total: float, squares: float) -> bool:
 
 
 def _agreed_weights(replicas: ReplicaGroup, decision: Decision, pieces: Sequence[Piece]) -> tuple[float, ...] | None:
-    """The weights from a count that fits the batches of all replicas; None if no count fits.
+    """The weights from a reduction that fits the batches of all replicas; None if none fits.
 
-    Counts may be equal on the batch of one replica and differ on those of others: without padding, the number of labels
-    is in proportion to that of samples. Such a replica may have decided for another count than the others.
+    Several may have the same weights on the batch of one replica and other weights elsewhere: without padding, the
+    number of labels is in proportion to that of samples. Such a replica may have decided for another one than the rest.
     """
-    counts = [] if decision.problem else [count for count in decision.counts if not count.is_sum]
+    fitting = [] if decision.problem else [each for each in decision.reductions if not each.is_sum]
     fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)
-    fits[[int(_hash(count)) % _NUM_BUCKETS for count in counts]] = 1.0
+    fits[[int(_hash(each)) % _NUM_BUCKETS for each in fitting]] = 1.0
     common = (replicas.sum(fits) == replicas.count).nonzero().flatten().tolist()
     if not common:
         return None
-    agreed = next(count for count in counts if int(_hash(count)) % _NUM_BUCKETS == common[0])
+    agreed = next(each for each in fitting if int(_hash(each)) % _NUM_BUCKETS == common[0])
     totals, code = agreed.totals(pieces), _hash(agreed)
     sums = replicas.sum(torch.tensor([code, code**2, sum(totals)], dtype=torch.float64)).tolist()
     has_agreed = _are_equal(replicas, *sums[:2]) and sums[2]

@@ -1,6 +1,6 @@
-"""The weights of the microbatches of a step: which count they are computed from, and in which steps it is checked.
+"""The weights of the microbatches of a step: by which reduction, and in which steps that is checked.
 
-The formula of the weights is `Count.weights_of` in reduction_weights.py; detect_reduction.py finds the count.
+The formula of the weights is `Reduction.weights_of` in reduction_weights.py; detect_reduction.py finds the reduction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from penstock.batches import Microbatch, longest, with_columns_of
 from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
 from penstock.errors import RunError
 from penstock.ir import choices_text
-from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
+from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, decide, evaluated_weights, reduction_fits
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.interactions import interaction_warnings
 from penstock.loss.loss_function import LossFn, LossFunction
 from penstock.loss.probe import VALUE_FACTOR
-from penstock.loss.reduction_weights import REDUCTIONS, Count, Piece
+from penstock.loss.reduction_weights import REDUCTIONS, Piece, Reduction
 from penstock.loss.replicas import ReplicaGroup, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
 from penstock.loss.samples import LARGE, repeat_positions
@@ -48,11 +48,11 @@ class LossWeights:
     """Finds the weights of the microbatches of every step, and warns if no weights are exact.
 
     The first step decides how they are found: by counting samples or labels, or by evaluating the loss in every step.
-    A count is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or larger
-    than all before. A loss function may depend on anything in the user's program, such as the epoch: in all other
-    steps, too, its value for two microbatches together is compared with their separate values. If the model returns its
-    loss, the decision holds for recordings of one structure, and is checked again for each of them; a model that
-    changes is recorded again.
+    The reduction is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or
+    larger than all before. A loss function may depend on anything in the user's program, such as the epoch: in all
+    other steps, too, its value for two microbatches together is compared with their separate values. If the model
+    returns its loss, the decision holds for recordings of one structure, and is checked again for each of them; a model
+    that changes is recorded again.
 
     One step, with the methods in the order of their calls:
 
@@ -83,7 +83,8 @@ class LossWeights:
         """
         # A tuple, because a reduction of a wrong type may not be hashable.
         if reduction is not None and reduction not in tuple(REDUCTIONS):
-            raise RunError("unknown reduction", reduction=repr(reduction), hint=choices_text((*REDUCTIONS, None)))
+            problem = f"reduction must be {choices_text((*REDUCTIONS, None))}"
+            raise RunError(problem, got=repr(reduction), hint="reduction=None, which detects it")
         self.has_function = loss_fn is not None
         """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function
@@ -111,7 +112,7 @@ class LossWeights:
             return self._reduction or ""
         if decision.problem == INSEPARABLE:
             return "none"
-        return "evaluated in every step" if decision.count is None else decision.count.kind
+        return "evaluated in every step" if decision.reduction is None else decision.reduction.name
 
     def by_name(self, name: str) -> "LossWeights":
         """The weights of one of several losses: each may be averaged over something else."""
@@ -187,28 +188,28 @@ class LossWeights:
         is_power_of_two = not number & (number - 1)
         if not step.is_training or is_power_of_two or known is None:
             return False
-        if known.count is None or known.problem or known.is_provisional:
+        if known.reduction is None or known.problem or known.is_provisional:
             return False
         if len(step.microbatches) < 2 or self.replicas.count > 1 or not self._function.is_plain:
             return False
         pieces: list[Piece] = [({}, each.size) for each in step.microbatches]
-        if known.alternatives or known.count.counts_entries:
+        if known.alternatives or known.reduction.counts_entries:
             pieces = [(self._function.tensors(each), each.size) for each in step.microbatches]
-            apply = all(each.applies_to(pieces[0][0]) for each in known.counts)
+            apply = all(each.applies_to(pieces[0][0]) for each in known.reductions)
             if self._has_new_labels(_FUNCTION, pieces) or not apply:
                 return False
-        weights, *others = [count.weights(pieces) for count in known.counts]
+        weights, *others = [reduction.weights(pieces) for reduction in known.reductions]
         # Compare with another microbatch in every step.
         other = (microbatch + 1 + number % (len(pieces) - 1)) % len(pieces)
         microbatches = with_columns_of([step.microbatches[microbatch], step.microbatches[other]], 0)
         targets = microbatches[0].target, microbatches[1].target
-        if any(each != weights for each in others) or not self._values_agree(known.count, targets, output, loss):
+        if any(each != weights for each in others) or not self._values_agree(known.reduction, targets, output, loss):
             return False
         self._num_steps, step.weights = number, weights
         return True
 
     def _values_agree(
-        self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any, may_shorten: bool = True
+        self, reduction: Reduction, targets: tuple[Any, Any], output: Any, loss: Any, may_shorten: bool = True
     ) -> bool:
         """Whether the loss of two microbatches together is the weighted sum of their separate losses.
 
@@ -244,9 +245,9 @@ class LossWeights:
                 together = self.losses(torch.cat([first_output, second_output]), both_targets)[self._name]
                 values = (alone, self.losses(second_output, second_target)[self._name], together)
         except Exception:  # a function may not take any number of samples, or of positions
-            return is_short and self._values_agree(count, targets, whole, loss, may_shorten=False)
+            return is_short and self._values_agree(reduction, targets, whole, loss, may_shorten=False)
         numbers = [float(value.detach()) for value in values]
-        weights = count.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
+        weights = reduction.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
         dtypes = (self._function.dtype, output.dtype, loss.dtype)
         tolerance = VALUE_FACTOR * max(ROUNDING[dtype] for dtype in dtypes)
@@ -274,8 +275,8 @@ class LossWeights:
         given = None if self._reduction is None else REDUCTIONS[self._reduction]
         if len(pieces) == 1 or (given is not None and not given.counts_entries):
             # Of a single microbatch the samples are counted: its weight is 1, also without any label that counts.
-            count = Count("mean") if given is None or given.counts_entries else given
-            decision, weights = Decision(count), count.weights(own_pieces)
+            reduction = Reduction("mean") if given is None or given.counts_entries else given
+            decision, weights = Decision(reduction), reduction.weights(own_pieces)
         else:
             # A loss function does not depend on the recording.
             recording = step.recordings[longest(step.microbatches)] if key != _FUNCTION else None
@@ -287,8 +288,9 @@ class LossWeights:
             self._decisions.put(key, decision)
             if recording is not None:
                 self._checked.put(recording, None)
-            is_other_kind = given is not None and decision.count is not None and decision.count.kind != given.kind
-            if given is not None and (decision.problem or is_other_kind):
+            found = decision.reduction
+            is_other = given is not None and found is not None and found.name != given.name
+            if given is not None and (decision.problem or is_other):
                 # The evaluation has not found which labels count: all labels are counted that torch does not ignore.
                 decision, weights = Decision(given), given.weights(own_pieces)
         step.weights, step.loss_problem = weights, decision.problem
@@ -309,17 +311,19 @@ class LossWeights:
         is_power_of_two = not number & (number - 1)
         if known is None or known.is_provisional or (known.problem and is_power_of_two):
             return decide(loss, pieces, number)
-        if known.count is None:
+        if known.reduction is None:
             weights = evaluated_weights(loss, pieces, number)
             return decide(loss, pieces, number) if weights is None else (known, weights)
-        if not all(count.applies_to(pieces[0][0]) for count in known.counts):
+        if not all(reduction.applies_to(pieces[0][0]) for reduction in known.reductions):
             return decide(loss, pieces, number)
-        weights, *others = [count.weights(pieces) for count in known.counts]
+        weights, *others = [reduction.weights(pieces) for reduction in known.reductions]
         if known.problem:
             return known, weights
         is_due = is_new or has_new_labels or (is_training and (self.has_function or is_power_of_two))
-        # Once the counts that fitted so far give different weights, a decision can tell them apart.
-        if any(other != weights for other in others) or (is_due and not count_fits(known.count, loss, pieces, number)):
+        # Once the reductions that fitted so far give different weights, a decision can distinguish them.
+        if any(other != weights for other in others) or (
+            is_due and not reduction_fits(known.reduction, loss, pieces, number)
+        ):
             return decide(loss, pieces, number)
         return known, weights
 

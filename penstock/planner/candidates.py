@@ -412,6 +412,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[LayoutPla
             more = replace(layout.recomputing(tuple(flags)), is_certified=False)
             found = _plan_with_schedule(more, name, asked)
         if found is not None and layout.is_certified and not found.layout.is_certified:
+            # Add the lower bound that was left out above.
             certified = replace(found.layout, is_certified=True)
             bound = min(certified.bound, found.plan.predicted.makespan)
             predicted = replace(found.plan.predicted, lower_bound=bound)

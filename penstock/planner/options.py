@@ -16,6 +16,7 @@ from penstock.ir import (
     Schedule,
     TrainingState,
     as_int,
+    choices_text,
     is_finite,
     read_schedule,
 )
@@ -63,11 +64,12 @@ class PlanOptions:
         if self.microbatches != AUTO:
             count = _count("microbatches", self.microbatches, 'microbatches=4, or "auto"')
             if count > MAX_MICROBATCHES:
-                raise PlanError("too many microbatches", got=count, hint=f"at most {MAX_MICROBATCHES}")
+                problem = f"microbatches must be at most {MAX_MICROBATCHES}"
+                raise PlanError(problem, got=count, hint='microbatches="auto"')
             object.__setattr__(self, "microbatches", count)
         if self.recompute not in RECOMPUTE:
-            hint = ", ".join(f'"{choice}"' for choice in RECOMPUTE)
-            raise PlanError("unknown recompute", got=repr(self.recompute), hint=f"one of {hint}")
+            problem = f"recompute must be {choices_text(RECOMPUTE)}"
+            raise PlanError(problem, got=repr(self.recompute), hint='recompute="auto"')
         if not is_finite(self.budget_seconds) or self.budget_seconds < 0:
             raise PlanError(
                 "budget_seconds must be 0 or more", got=repr(self.budget_seconds), hint="budget_seconds=10.0"
@@ -76,7 +78,8 @@ class PlanOptions:
             count = _count("stages_per_rank", self.stages_per_rank, "stages_per_rank=2, or None for the best number")
             if count * self.cluster.ranks > MAX_STAGES:
                 sizes = {"stages_per_rank": count, "ranks": self.cluster.ranks}
-                raise PlanError("too many stages", hint=f"at most {MAX_STAGES} in all", **sizes)
+                problem = f"all ranks together must have at most {MAX_STAGES} stages"
+                raise PlanError(problem, **sizes, hint="a smaller stages_per_rank")
             object.__setattr__(self, "stages_per_rank", count)
         if self.shard_optimizer:
             # The search over devices replaces the cluster, and with it the number of shards.

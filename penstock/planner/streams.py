@@ -52,7 +52,7 @@ class Stream:
         ]
         if skipping:
             raise ScheduleError(
-                "in an asynchronous pipeline, only neighbouring stages may exchange values with gradients",
+                "stages of an asynchronous pipeline that exchange values with gradients must be neighbours",
                 edge=skipping[0],
                 hint="a partition whose cuts no skip connection crosses, or no staleness",
             )
@@ -227,7 +227,7 @@ def check_stream(plan: Plan, staleness: str) -> None:
         )
     if staleness == "2bw" and plan.num_microbatches < plan.num_ranks - 1:
         raise ScheduleError(
-            'staleness="2bw" needs at least ranks - 1 microbatches per batch, so that two versions are enough',
+            'with staleness="2bw" a batch must have at least ranks - 1 microbatches, so that two versions are enough',
             ranks=plan.num_ranks,
             microbatches=plan.num_microbatches,
             hint=f'microbatches={plan.num_ranks - 1}, or staleness="stash"',

@@ -53,7 +53,7 @@ _MAX_KINDS = 64
 class PendingResult(Result):
     """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`.
 
-    A subclass, so that code that is given a Result need not know of asynchronous pipelines.
+    A subclass, so that code written for a Result works with asynchronous pipelines too.
     """
 
     def __init__(self, number: int) -> None:
@@ -367,7 +367,7 @@ class AsyncEngine(Engine):
     @contextmanager
     def _ending_stream_on_error(self) -> Iterator[None]:
         """End the stream for good if the body fails: the stages have applied updates of different batches."""
-        # The check of an earlier evaluation says nothing about the messages of this step.
+        # The check of an earlier evaluation does not cover the messages of this step.
         self._stream_transport.begin_step()
         try:
             yield
@@ -396,7 +396,7 @@ class AsyncEngine(Engine):
             raise RunError("record must be the same in all steps between two drains", hint="pipe.drain() before")
         if self._staleness == "2bw" and self._counts and self._counts[-1] < self._plan.num_ranks - 1:
             raise RunError(
-                'with staleness="2bw" all batches but the last before a drain need at least ranks - 1 microbatches',
+                'with staleness="2bw" all but the last batch before a drain must have at least ranks - 1 microbatches',
                 got=self._counts[-1],
                 ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
@@ -421,7 +421,7 @@ class AsyncEngine(Engine):
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:
-        """The order for these cuts, proven free of deadlock once, until its chunks repeat."""
+        """The stream for these cuts. A new one is proven free of deadlock up to the point where its chunks repeat."""
         if cuts not in self._streams:
             stream, count = Stream(cuts), self._plan.num_microbatches
             verify(stream.unrolled([count] * (stream.num_distinct // count + 2)))
@@ -527,7 +527,7 @@ def make_optimizer(make: Any, model_part: ModelPart, plan: Plan, staleness: str)
     shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if shared:
         raise RunError(
-            "in an asynchronous pipeline, no parameter may be used by several stages",
+            "a parameter of an asynchronous pipeline must be used by one stage only",
             name=shared[0],
             hint="a partition that keeps its users on one stage, or no staleness",
         )

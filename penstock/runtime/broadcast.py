@@ -38,8 +38,8 @@ def check_structure(structure: Any, hint: str = "") -> None:
             or dtype_name(structure.dtype) not in ITEM_BYTES
             or structure.is_quantized
         ):
-            kind = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
-            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind, hint=hint)
+            got = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
+            raise RunError("a tensor that is sent to other ranks must be strided and not quantized", got=got, hint=hint)
     elif type(structure) in (list, tuple):
         for item in structure:
             check_structure(item, hint)
@@ -73,7 +73,7 @@ def read_structure(text: str, device: torch.device) -> tuple[Callable[[Sequence[
 def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, device: torch.device) -> Any:
     """The structure of rank `source` on every rank of the pipeline; `structure` is used on the source only.
 
-    All ranks must know before that `check_structure` accepts it: an error here would leave the others waiting.
+    All ranks must know beforehand that `check_structure` accepts it: an error here would leave the others waiting.
     """
     if groups.rank == source:
         text, tensors = flatten_structure(structure)

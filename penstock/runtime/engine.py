@@ -148,11 +148,11 @@ class Engine:
         boundary: list[tuple[Tensor, Tensor]] = []
         requiring_grad = tensors_requiring_grad(batch)
         step.leaf_inputs = [value for value in requiring_grad if value.grad_fn is None]
-        # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
-        if len(step.leaf_inputs) < len(requiring_grad):
+        if len(step.leaf_inputs) < len(requiring_grad):  # some tensors of the batch are results of a computation
             with self._sync.errors_on_all_ranks(request):
                 batch, boundary = self._input_boundary(batch)
         if budget_tokens is not None:
+            # Before `watch_step`: the evaluations of `_check_padding` are watched themselves.
             batch = self._check_padding(batch, request)
         with watch_step(self._groups.monitor, step_number, True, self._handle_failure):
             compiled = self._begin_step(step, batch, request)
@@ -384,7 +384,7 @@ class Engine:
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
                     'target there or on the rank of the last stage, use inputs="first"'
                 )
-                raise RunError("a rank was given no batch", hint=hint)
+                raise RunError("every rank must be given the batch", hint=hint)
             batch = self._target_as_argument(batch)
             self._split_batch(batch, step)
             compiled = self._compiled(step)
@@ -402,7 +402,7 @@ class Engine:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
-            # The first stage computes while the votes travel: only the first message waits for the result.
+            # The first stage computes while votes are in transit: only the first message waits for the result.
             self._transport.begin_step(self._sync.finish)
         return compiled
 
@@ -440,7 +440,7 @@ class Engine:
         sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
-            problem = "rank 0 and the rank of the last stage were given different targets"
+            problem = "rank 0 and the rank of the last stage must be given the same target"
             raise RunError(problem, hint="one target").on_all_ranks()
         index, is_new = int(contents[0][2]), result.maxes[0] > 0
         # If the signature is new to at least one replica, all ranks agree on the step that they derive from it.
@@ -478,7 +478,7 @@ class Engine:
         with_loss = max(num_with_loss)
         if with_loss not in (0.0, count):
             raise RunError(
-                "some replicas have a target or labels and others do not",
+                "either all replicas or none must have a target or labels",
                 with_loss=int(with_loss) // self._groups.num_tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",
@@ -612,7 +612,7 @@ class Engine:
                 values = torch.tensor(own.content or [0.0] * 2 * len(step.microbatches), dtype=torch.float64)
                 losses_and_weights = tuple(groups.broadcast(values, self._last_rank).tolist())
         by_name = self._share_named_losses(step) if kind == NAMED_LOSSES else {}
-        outputs = self._merger.merged(step) if step.keeps_outputs else None
+        outputs = self._merger.merge(step) if step.keeps_outputs else None
         trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
         skipped = ""
         if math.isfinite(first_bad_output) or math.isfinite(last_bad_gradient):
@@ -633,7 +633,7 @@ class Engine:
         )
 
     def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
-        """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
+        """By name each of several losses, averaged over the replicas, and its weights; the same on every rank."""
         text = ""
         if step.weights_by_loss:
             weights = {

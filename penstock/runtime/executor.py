@@ -171,7 +171,7 @@ class StageRunner:
         if step.is_training:
             self._runs[stage, microbatch] = run
         for names, target in stage_pass.outgoing:
-            # Another stage of this rank must see which values require a gradient.
+            # Another stage of this rank reads `requires_grad` of the values, which detached ones have lost.
             values = outputs if isinstance(target, SameRankSlot) else detached
             target.put(list(map(values.__getitem__, names)))
 
@@ -420,7 +420,7 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
     if times is None and is_profiled_or_logged():
         times = [ActionTimes() for _ in programs]
     positions = [0] * len(programs)
-    # Indices of ranks: a heap, as ranks run in ascending order within a round, and those of the round after it.
+    # Ranks by index. Those of this round are a heap, because they run in ascending order.
     this_round, next_round = list(range(len(programs))), list[int]()
     # By source and target stage of a message, the rank that waits for it. One per key: a target stage is on one rank.
     waiting: dict[tuple[int, int], int] = {}

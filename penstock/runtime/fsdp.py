@@ -48,8 +48,8 @@ class FsdpStages:
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of a stage, while other stages compute; every pass waits for them."""
         if stage in self._gathers:
-            # Left by a failed step; the weights may have changed since. Waiting for it ends: there is a next step only
-            # if all replicas have failed in the same one.
+            # Left by a failed step; the weights may have changed since. This wait ends, because there is a next step
+            # only if all replicas have failed in the same one.
             self.reshard(stage)
         handles = [module.unshard(async_op=True) for module in self.modules.get(stage, ())]
         self._gathers[stage] = [handle for handle in handles if handle is not None]

@@ -68,7 +68,7 @@ class ReplicaReducer:
                 # One message per dtype, so that no gradient is converted.
                 buckets.setdefault((layout.group, layout.divisor, parameter.dtype), []).append(parameter)
         for (group, divisor, dtype), parameters in buckets.items():
-            # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
+            # A gradient may be missing on some replicas: flags, one per parameter, are sent after the gradients.
             flags = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
             flat = torch.cat([*map(_flat_gradient, parameters), flags])
             work = None

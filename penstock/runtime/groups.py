@@ -34,7 +34,7 @@ class ProcessGroups:
     `is_local`: all ranks are in this process. `replica` of `num_replicas` is the index of this copy of the pipeline.
     With tensor parallelism a replica consists of several pipelines, each with a part of the tensors of every stage and
     all with the same batch: `pipeline` of `num_pipelines` is the index among those of all replicas. `is_first`: this is
-    the first rank of the first pipeline, which acts for all.
+    the first rank of the first pipeline, which issues warnings and writes logs for all.
     """
 
     rank: int

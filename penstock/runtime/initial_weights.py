@@ -24,11 +24,11 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     if groups.is_local or not names:
         return
     parameters = {entry.name: full_tensor(entry.parameter.detach()) for entry in tied.tied}
-    sums = torch.tensor([checksum({name: parameters[name]}) if name in parameters else 0 for name in names])
-    for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
+    checksums = torch.tensor([checksum({name: parameters[name]}) if name in parameters else 0 for name in names])
+    for name, column in zip(names, groups.gather(checksums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
-                "a shared parameter differs between ranks",
+                "a parameter that several ranks use must have the same values on all of them",
                 name=name,
                 ranks=[rank for rank, number in enumerate(column) if number],
                 hint=_HINT,
@@ -52,7 +52,7 @@ def differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> Ru
         other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
         if other is None:
             continue
-        # All ranks see this difference, and show a few entries.
+        # All ranks find this difference, and gather a few entries for the error.
         entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
         if name in tensors:
             values = sample_as_float64(tensors[name])[:NUM_SAMPLED]
@@ -80,7 +80,7 @@ def check_replica_weights(groups: ProcessGroups, stages: Iterable[nn.Module]) ->
         for stage in stages
         for name, parameter in stage.named_parameters(remove_duplicate=False)
     }
-    # Combined over the ranks of the pipeline first, so that every rank of every pipeline sees the same difference.
+    # Combined over the ranks of the pipeline first, so that every rank of every pipeline finds the same difference.
     combined = checksum({"ranks": groups.gather(torch.tensor([checksum(entries)]))})
     checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
     if len(set(checksums)) > 1:

@@ -79,7 +79,7 @@ class BatchSender:
 
     def is_agreed(self, index: int, is_training: bool) -> bool:
         """Whether all ranks have agreed on a step with the signature of this index."""
-        # Not marked as used: only rank 0 asks.
+        # Not marked as used: only rank 0 calls this, and all ranks must drop the same signatures.
         return index in self._signatures and is_training in self._signatures[index].agreed
 
     def prepare(self, batch: Batch, step: Step) -> OutgoingBatch:
@@ -207,9 +207,8 @@ class BatchSender:
             hint = f"pass {', '.join(names)} on rank 0"
             if has_loss_fn:
                 hint += f", which sends the batch to the others; only target may be passed on rank {last_rank} instead"
-            raise RunError(
-                'with inputs="first" a rank was given arguments that rank 0 was not', rank=rank, names=names, hint=hint
-            ).on_all_ranks()
+            problem = 'with inputs="first" all arguments must be given to rank 0'
+            raise RunError(problem, rank=rank, names=names, hint=hint).on_all_ranks()
 
 
 def has_batch(batch: Batch) -> bool:

@@ -251,13 +251,16 @@ def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: s
     missing = [name for name in expected if name not in state]
     if missing:
         raise RunError(
-            "the state dict lacks parameters or buffers", missing=len(missing), first=missing[0], hint=_STATE_HINT
+            "a state dict must have all parameters and buffers",
+            missing=len(missing),
+            first=missing[0],
+            hint=_STATE_HINT,
         )
     for name, value in state.items():
         if name not in model_names and name not in expected:
             close = get_close_matches(str(name), model_names, n=1)
             hint = f"{close[0]!r}" if close else _STATE_HINT
-            raise RunError("the model has no parameter or buffer of this name", name=repr(name), hint=hint)
+            raise RunError("a state dict must have names of the model only", name=repr(name), hint=hint)
         if name not in expected:
             continue
         if not isinstance(value, Tensor):
@@ -265,10 +268,10 @@ def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: s
                 "a state dict must map names to tensors", name=name, got=type(value).__name__, hint=_STATE_HINT
             )
         if value.shape != expected[name].shape:
-            problem = "the shape of a tensor differs from the model's"
+            problem = "a tensor must have the shape that it has in the model"
             raise RunError(problem, name=name, got=list(value.shape), model=list(expected[name].shape))
         if value.is_meta:
-            raise RunError("a tensor has no values: it is on the meta device", name=name)
+            raise RunError("a tensor of a state dict must not be on the meta device", name=name)
 
 
 def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module:

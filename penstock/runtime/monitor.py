@@ -58,7 +58,7 @@ class RankMonitor:
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
         self.step = 0
         self._polls_waits = False
-        """whether a wait looks again and again if any rank is preparing or computing, as in a first step"""
+        """whether waits poll the other ranks' status, as in a first step, in which they may still prepare or compute"""
         self.has_lost_contact = False
         """whether a message or synchronisation of the current call failed"""
         # A wait of NCCL belongs to the stream of its thread.
@@ -140,7 +140,7 @@ class RankMonitor:
             self._status.recovered()
 
     def step_finished(self, is_training: bool) -> None:
-        """Report that a step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
+        """Report that a step succeeded. Later steps of its kind are warm: their waits have the short deadline."""
         self._warm.add(is_training)
         self._polls_waits = False
         self._set_deadline(is_first=False)

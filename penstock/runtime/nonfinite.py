@@ -45,15 +45,15 @@ class Extremes:
 
     def nonfinite_stages(self) -> tuple[set[int], set[int]]:
         """The stages with NaN or Inf in an output, and those with one in a gradient."""
-        found: tuple[set[int], set[int]] = (set(), set())
+        outputs, gradients = set[int](), set[int]()
         everything = list(chain.from_iterable(self._extremes.values()))
         # Read at once, because on a GPU every read waits for the device.
         values = iter(torch.stack(everything).tolist() if everything else ())
         for (stage, is_gradient), own in self._extremes.items():
             own_values = list(islice(values, len(own)))
             if not all(map(math.isfinite, own_values)):
-                found[is_gradient].add(stage)
-        return found
+                (gradients if is_gradient else outputs).add(stage)
+        return outputs, gradients
 
 
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:

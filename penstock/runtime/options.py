@@ -34,7 +34,7 @@ class RunOptions:
     """how many stages of a rank may have their sharded parameters gathered at once, if `parallelize_fn` shards them"""
 
     transport: str = "auto"
-    """how messages travel between processes: "distributed", with the process group of torch.distributed (gloo, NCCL);
+    """how messages are sent between processes: "distributed", with the process group of torch.distributed (gloo, NCCL);
     "shared", in memory that the ranks share, which must all compute on the CPUs of one host; "auto", in shared memory
     between ranks on the CPUs of one host, and with torch.distributed between all others"""
 

@@ -64,7 +64,7 @@ class OutputMerger:
         """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
         self._warned: set[str] = set()
 
-    def merged(self, step: Step) -> Any:
+    def merge(self, step: Step) -> Any:
         """Merge the outputs on the rank of the last stage, and return the result on every rank.
 
         On other ranks, containers of types that only the model defines become dicts. If outputs cannot be merged, all
@@ -72,18 +72,19 @@ class OutputMerger:
         """
         groups, source = self._model_part.groups, self._last_rank
         if groups.is_local:
-            return self._merge(step)
+            return self._merge_local(step)
         request, output, sent = SyncRequest("the outputs of a step", step.number), None, None
         with self._sync.errors_on_all_ranks(request):
             if groups.rank == source:
-                output = self._merge(step)
+                output = self._merge_local(step)
                 sent = _plain(output)
                 check_structure(sent)
         self._sync.exchange(request)
         received = broadcast_structure(groups, sent, source, self._model_part.device)
         return output if groups.rank == source else received
 
-    def _merge(self, step: Step) -> Any:
+    def _merge_local(self, step: Step) -> Any:
+        """Merge the outputs of a step in this process; warns about scalars that are averaged without a rule."""
         microbatches, recordings = step.microbatches, step.recordings
         outputs = [step.outputs[index] for index in range(len(microbatches))]
         weights, weights_by_value = self._loss_head.output_weights(step)
@@ -240,7 +241,8 @@ class _Merging:
         if type(rule) is int:
             dim: int | None = rule
         elif self.joined is None:
-            # Not where the lengths equal the samples only: whether they do may depend on the size of the batch.
+            # Concatenated even if the first dimension is not that of the samples: for another size of the batch its
+            # length might equal theirs, and the type of the result must not depend on that.
             if len({shape[1:] for shape in shapes}) > 1:
                 return tensors
             dim = 0

@@ -51,7 +51,7 @@ class GradScaler:
         """Begin a training step, which adds scaled gradients; the Pipeline calls this."""
         if self._gradients.overflows:
             raise RunError(
-                "a step would add scaled gradients to unscaled ones",
+                "unscaled gradients must be used before the next step adds scaled ones to them",
                 hint="scaler.step(optimizer) and scaler.update() before the next step",
             )
         self._gradients = _GradientState(is_scaled=True)
@@ -62,7 +62,7 @@ class GradScaler:
         unscaled = {id(parameter) in state.unscaled for parameter in parameters if parameter.grad is not None}
         if state.is_scaled and len(unscaled) > 1:
             raise RunError(
-                "some gradients are unscaled and others are not",
+                "either all gradients or none must be unscaled",
                 hint="scaler.unscale_ for every optimizer, or for none, before clip_grad_norm_",
             )
         is_unscaled = True in unscaled if unscaled else state.was_unscaled
@@ -77,7 +77,7 @@ class GradScaler:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise RunError("optimizer must be a torch optimizer", got=type(optimizer).__name__)
         if id(optimizer) in self._gradients.overflows:
-            raise RunError("the gradients are already unscaled", hint="call update after each step")
+            raise RunError("gradients must be unscaled once per step", hint="scaler.update() after each step")
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._gradients.was_unscaled = True
         for parameter in parameters:
@@ -99,7 +99,7 @@ class GradScaler:
             What the optimizer's `step` returned; None if it was skipped.
         """
         if id(optimizer) in self._gradients.stepped:
-            raise RunError("the optimizer has already taken this step", hint="call update after each step")
+            raise RunError("an optimizer must be stepped once per step", hint="scaler.update() after each step")
         if id(optimizer) not in self._gradients.overflows:
             self.unscale_(optimizer)
         self._gradients.stepped.add(id(optimizer))

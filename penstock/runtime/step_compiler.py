@@ -168,7 +168,7 @@ def compile_ranks(
     The program may be a part of a longer one.
     """
     messages = _StageMessages(program, edges)
-    return tuple(_RankCompiler(messages, rank, runner, transport).compiled() for rank in ranks)
+    return tuple(_RankCompiler(messages, rank, runner, transport).compile() for rank in ranks)
 
 
 class _StageMessages:
@@ -235,11 +235,12 @@ class _RankCompiler:
         self._recvs: dict[MessageKey, RecvSlot] = {}
         self._same_rank_slots: dict[MessageKey, SameRankSlot] = {}
 
-    def compiled(self) -> RankProgram:
+    def compile(self) -> RankProgram:
+        """Compile all actions of the rank."""
         self._make_message_slots()
         arrived = self._messages.arrived_sends(self._rank)
         actions = [
-            self._compile(action, code, arrived.get(index, ()))
+            self._compile_action(action, code, arrived.get(index, ()))
             for index, (action, code) in enumerate(zip(self._actions, self._codes, strict=True))
         ]
         for index, action in enumerate(self._actions):
@@ -283,7 +284,7 @@ class _RankCompiler:
             self._codecs[key] = TensorCodec(value, is_gradient, is_optional)
         return self._codecs[key]
 
-    def _compile(self, action: Action, code: int, arrived: Sequence[int]) -> CompiledAction:
+    def _compile_action(self, action: Action, code: int, arrived: Sequence[int]) -> CompiledAction:
         runner = self._runner
         if isinstance(action, Message):
             key = message_key(action)

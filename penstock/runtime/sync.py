@@ -81,6 +81,7 @@ class SyncResult(NamedTuple):
     pipeline_sums: tuple[float, ...]
     """over the ranks of this pipeline only"""
     votes: bytes = b""
+    """those of the ranks of this pipeline, packed"""
     sums_by_pipeline: tuple[tuple[float, ...], ...] = ()
     """the sums of each pipeline, in the order of the pipelines; empty if there is one"""
 
@@ -147,7 +148,7 @@ class RankSync:
         """
         digest = 0.0 if agreement is None else float(agreement.digest >> _UNUSED_BITS)
         result = self.exchange(request, SyncVote(maxes=() if agreement is None else (digest, -digest)))
-        # Without any agreement both are -inf.
+        # If no rank has an agreement, both maxima are -inf.
         if self._ranks is None or result.maxes[0] in (-result.maxes[1], -math.inf):
             return
         own = json.dumps([dist.get_rank(), [] if agreement is None else agreement.lines])
@@ -262,8 +263,11 @@ class _Key(NamedTuple):
     """how many syncs were before this one"""
     step: int
     request: int
+    """a digest of the request, or _REFUSED"""
     agreement: int = 0
+    """the digest of the agreement; 0 if there is none"""
     checksum: int = 0
+    """that of the batch; 0 if batches are not compared"""
 
 
 _TEXT_BYTES = 104
@@ -332,8 +336,8 @@ class _Exchange:
 
     That takes two messages per rank, where all_gather takes one per pair of ranks. The last rank has nothing to compute
     before the first activation arrives, so it answers at once; rank 0 would answer only after a forward, for which all
-    others would wait. Every rank must call `start` and `finish` in turn. With `uses_channels` they travel in shared
-    memory once all ranks are connected by it.
+    others would wait. Every rank must call `start` and `finish` in turn. With `uses_channels`, votes are sent
+    through shared memory once all ranks are connected by it.
     """
 
     def __init__(self, groups: ProcessGroups, group: Any, tag: int, uses_channels: bool = False) -> None:
@@ -385,7 +389,8 @@ class _Exchange:
     def texts(self, text: str) -> list[str]:
         """The texts of all ranks.
 
-        They travel with the tag of this sync: a collective could meet one of another open sync or of the user.
+        They are sent with the tag of this sync: a collective could be matched with one of another open sync, or of the
+        user.
         """
         data = torch.tensor(list(text.encode(errors="replace")), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([len(data)]), [1] * (self._last + 1))
@@ -426,7 +431,7 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
     refusing = [index for index, packed in enumerate(votes) if packed.key.request == _REFUSED]
     if not refusing and (problem := _different_requests(votes, kind)) is not None:
         return problem.on_all_ranks()
-    # Every rank takes part in the exchanges below, because all of them see the same votes.
+    # Every rank makes the exchanges below, because all of them have the same votes.
     if not refusing and len({packed.key.checksum for packed in votes}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
         batches = [json.loads(text) for text in exchange.texts(json.dumps(describe_batch(vote.batch)))]

@@ -3,6 +3,9 @@
 A parameter is plain, and then equal on all ranks that have its stage, or sharded: a DTensor of which each rank has a
 shard, along the axis "tp" of the mesh, or over replicas, as experts ("ep") and parameters of FSDP are. The shards
 decide over which replicas the gradient is summed, and how many ranks would count it in a norm (`ParameterLayout`).
+
+`groups.py` has the axes of the mesh and their process groups; `model_part.py` calls `parallelize_fn`; `gradients.py`
+sums gradients over replicas and computes norms.
 """
 
 import json
@@ -277,7 +280,7 @@ def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Param
         difference = (entries - entries[0]).abs()
         if entries.numel() and bool((difference.max() > _MAX_DIFFERENCE * entries.abs().max()).item()):
             return RunError(
-                "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
+                "the gradient of a parameter that is not a DTensor must be equal on all tensor-parallel ranks",
                 name=name,
                 hint="SequenceParallel() for a module that is given a part of the sequence on each rank",
             )

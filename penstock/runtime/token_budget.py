@@ -114,7 +114,7 @@ def compared_batches(padding: Padding) -> tuple[Batch, Batch] | None:
 
 
 def check_losses(cut: Tensor, whole: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
-    """Raise an error if samples have another loss without padding than with it; False if that cannot be told.
+    """Raise an error if samples have another loss without padding than with it; False if there is no loss to compare.
 
     `dtypes` are those of the model's parameters.
     """

@@ -261,7 +261,7 @@ class UserStageEngine:
             raise RunError("hand-written stages must send to the next stage only", edges=program.cuts.edges)
         if self._failure:
             raise RunError(
-                "hand-written stages cannot continue after a step that failed: its messages may still be on their way",
+                "hand-written stages cannot continue after a step that failed: its messages may still arrive",
                 failure=self._failure,
                 hint="start the processes again",
             )

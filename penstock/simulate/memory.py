@@ -61,7 +61,8 @@ def _activations(program: Program, costs: StageCosts) -> Changes:
     """The bytes that passes keep, and those that they free."""
     passes, shape = program.table.passes, (costs.num_stages, program.num_microbatches)
     # Per (stage, microbatch) the index at whose end everything is freed: its Free if there is one, else its last pass.
-    outputs, input_gradients, weight_gradients = (program.makers[fact] for fact in Fact)
+    facts = (Fact.OUTPUT, Fact.INPUT_GRADIENT, Fact.WEIGHT_GRADIENT)
+    outputs, input_gradients, weight_gradients = (program.makers[fact] for fact in facts)
     is_forward_only = (outputs >= 0) & (input_gradients < 0) & (weight_gradients < 0)
     release = np.where(is_forward_only, outputs, weight_gradients)
     freed = passes.kind == Kind.FREE

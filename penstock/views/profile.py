@@ -17,10 +17,11 @@ from penstock.views.condense import DOTS, check_collapse
 from penstock.views.table import TableView, TextTable
 
 Row = tuple[str, ...]
+# fmt: off
 _HEADER = (
-    *("node", "forward", "backward", "input", "weight", "share"),
-    *("kept", "waiting", "peak", "size", "in", "out"),
+    "node", "forward", "backward", "input", "weight", "share", "kept", "waiting", "peak", "size", "in", "out",
 )
+# fmt: on
 _UNITS = ("", "ms", "ms", "ms", "ms", "", "MB", "MB", "MB", "MB", "MB", "MB")
 
 

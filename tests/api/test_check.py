@@ -266,7 +266,7 @@ def test_arguments_are_cut_along_the_dimension_that_is_given():
         ({"args": X}, r"args must be a tuple(.|\n)*try: \(x,\)"),
         ({"kwargs": [1]}, "kwargs must be a dict"),
         ({"loss_fn": "mse"}, "loss_fn must be a function"),
-        ({"reduction": "average"}, "unknown reduction"),
+        ({"reduction": "average"}, "reduction must be"),
         ({"split": {"z": 0}}, "split must name arguments"),
     ],
 )

@@ -386,8 +386,8 @@ def test_fit_counts_the_calls_of_step_of_a_checkpoint_without_a_fit(tmp_path: Pa
 
 
 WRONG = {
-    "precision": ({"precision": "int8"}, "fp32 or bf16 or fp16"),
-    "schedule": ({"lr_schedule": "step"}, "constant or linear or cosine"),
+    "precision": ({"precision": "int8"}, 'precision must be "fp32", "bf16" or "fp16" .got: \'int8\''),
+    "schedule": ({"lr_schedule": "step"}, 'lr_schedule must be "constant", "linear"'),
     "no end": ({"lr_schedule": "cosine"}, "needs the number of steps"),
     "long warmup": ({"lr_schedule": "linear", "steps": 3, "warmup": 3}, "shorter than steps"),
     "accumulate": ({"accumulate": 0}, "accumulate must be a whole number, 1 or more"),

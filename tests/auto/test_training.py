@@ -76,7 +76,7 @@ def test_the_calls_of_torchs_schedules_train_with_inputs_first_and_are_refused_w
     expected = [mean_loss(model(ids[row]).logits, labels[row]).item() for row in rows]
     for losses, (text,) in pools[2].run(torch_calls_job):
         assert losses == pytest.approx(expected, rel=1e-12)
-        assert text.startswith("a rank was given no batch")
+        assert text.startswith("every rank must be given the batch")
         assert 'inputs="first"' in text
 
 

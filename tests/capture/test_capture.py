@@ -42,7 +42,9 @@ def test_basic_blocks_stay_whole_by_name_or_class(block):
 
 
 def test_an_unknown_basic_block_is_refused():
-    with pytest.raises(CaptureError, match=r"no module of this name or class \(basic block: blokcs"):
+    with pytest.raises(
+        CaptureError, match=r"must be the name or the class of a module in the model \(basic block: blokcs"
+    ):
         penstock.capture(Stack(), (BATCH,), basic_blocks=("blokcs",))
 
 

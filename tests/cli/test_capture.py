@@ -69,7 +69,10 @@ REFUSALS = {
     "a batch that does not fit": (("model.py:misfit",), "cannot be run on this batch (module: layers.0.0"),
     "state that changes between two calls": (("model.py:clock",), "try:"),
     "more stages than places to cut": (("model.py:pair", "--stages", "99"), "fewer places to cut than asked for"),
-    "a block that does not exist": (("model.py:pair", "--block", "Layer"), "no module of this name or class"),
+    "a block that does not exist": (
+        ("model.py:pair", "--block", "Layer"),
+        "a basic block must be the name or the class",
+    ),
 }
 
 

@@ -106,7 +106,9 @@ MISTAKES = {
     "a misspelled partitioner": Mistake(
         f"{PLAN} --partitioner metiss", 2, "unknown partitioner", "did you mean metis?"
     ),
-    "a wrong word for recompute": Mistake(f"{PLAN} --recompute some", 2, "unknown recompute", '"none", "full", "auto"'),
+    "a wrong word for recompute": Mistake(
+        f"{PLAN} --recompute some", 2, 'recompute must be "none", "full" or "auto"', "--recompute auto"
+    ),
     "time before now": Mistake(f"{PLAN} --budget -1", 2, "must be 0 or more", "--budget 10.0"),
     "memory in parrots": Mistake(f"{PLAN} --memory 24parrots", 2, "not a size in bytes", '"24GiB"'),
     "too little memory": Mistake(

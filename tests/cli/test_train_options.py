@@ -47,8 +47,8 @@ STEPS, RATE = 6, 0.1
 TRAIN = ("train", "model.py:build", "--data", "model.py:batches", "--loss", "mse_loss", "--optimizer", "sgd")
 PLAN = ("--ranks", "2", "--microbatches", "2", "--schedule", "1f1b", "--budget", "0", "--lr", RATE, "--steps", STEPS)
 MISTAKES = {
-    "precision": (("--precision", "int8"), 2, "try: fp32 or bf16 or fp16"),
-    "schedule": (("--lr-schedule", "cosin"), 2, "try: constant or linear or cosine"),
+    "precision": (("--precision", "int8"), 2, "try: --precision fp32"),
+    "schedule": (("--lr-schedule", "cosin"), 2, "try: --lr-schedule cosine"),
     "warmup": (("--lr-schedule", "linear", "--warmup", "6"), 2, "warmup must be shorter than steps"),
     "log": (("--log", "text:x"), 2, "try: csv:FILE, tensorboard:DIRECTORY or wandb:PROJECT"),
     "log of another file": (("--log", "csv:model.py"), 5, "the log file has other columns"),

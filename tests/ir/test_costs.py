@@ -74,8 +74,8 @@ def test_state_adds_up():
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"forward": ()}, "number of stages out of range"),
-        ({"forward": (1.0,) * (MAX_STAGES + 1)}, "number of stages out of range"),
+        ({"forward": ()}, "number of stages must be from 1"),
+        ({"forward": (1.0,) * (MAX_STAGES + 1)}, "number of stages must be from 1"),
         ({"input_grad": (1.0,)}, "input_grad must have one entry per stage"),
         ({"backward": (1.0,)}, "backward must have one entry per stage"),
         ({"forward": (1.0, -1.0)}, r"forward must be a finite number, 0 or more \(stage: 1, value: -1.0\)"),

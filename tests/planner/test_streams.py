@@ -28,7 +28,7 @@ def test_the_unrolled_order_cannot_deadlock(ranks, counts):
 def test_values_without_gradient_may_skip_stages():
     cuts = Cuts.of(4, {(0, 1), (1, 2), (2, 3), (0, 3)}, {(0, 3)})
     verify(Stream(cuts).unrolled([2, 2, 1, 3]))
-    with pytest.raises(ScheduleError, match="only neighbouring stages"):
+    with pytest.raises(ScheduleError, match="must be neighbours"):
         Stream(Cuts.of(4, {(0, 1), (1, 2), (2, 3), (0, 3)}))
 
 

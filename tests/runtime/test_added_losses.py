@@ -217,7 +217,7 @@ def test_a_sum_over_samples_and_a_sum_over_a_constant_differ_for_equal_microbatc
         ((1.0,), r"must be one number in a tensor \(got: float\)"),
         ((torch.ones(2),), r"got: torch.float32\[2\]"),
         ((torch.tensor(1),), r"got: torch.int64\[\]"),
-        ((torch.ones(()), "average"), r"unknown reduction of an added loss \(reduction: 'average'\)"),
+        ((torch.ones(()), "average"), 'reduction of an added loss must be "mean", "sum" or None .got: \'average\''),
     ],
 )
 def test_an_added_loss_must_be_a_scalar_float_tensor_with_a_known_reduction(given: tuple[Any, ...], words: str) -> None:

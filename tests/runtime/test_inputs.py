@@ -139,11 +139,11 @@ def test_arguments_that_another_rank_than_the_first_has_are_refused_by_all(pools
     assert "rank: 1, names: ['target']" in middle
     assert "only target may be passed on rank 2 instead" in middle
     assert "rank: 2, names: ['factor']" in argument
-    assert other.startswith("rank 0 and the rank of the last stage were given different targets")
+    assert other.startswith("rank 0 and the rank of the last stage must be given the same target")
     assert nothing.startswith('with inputs="first" rank 0 must be given the batch')
     assert same == "not refused"
     assert "the model gets the arguments of rank 0 only: pass all of them there" in scoring
-    assert without_batch.startswith("a rank was given no batch")
+    assert without_batch.startswith("every rank must be given the batch")
     assert 'inputs="first"' in without_batch
 
 

@@ -128,7 +128,7 @@ def names_of_replicas() -> str:
 @pytest.mark.gloo
 def test_replicas_with_different_names_are_refused() -> None:
     for text in penstock.launch(names_of_replicas, 2):
-        assert "the replicas have losses of different names" in text
+        assert "losses must have the same names on all replicas" in text
 
 
 def test_a_model_may_return_a_dict_of_losses() -> None:

@@ -273,5 +273,5 @@ def one_sided() -> list[str]:
 
 def test_all_replicas_refuse_a_call_that_is_invalid_on_one(pools: Pools) -> None:
     for without_target, without_batch in pools[4].run(one_sided):
-        assert without_target.startswith("some replicas have a target or labels and others do not")
+        assert without_target.startswith("either all replicas or none must have a target or labels")
         assert without_batch.startswith("the model cannot be run on this batch")

@@ -92,7 +92,7 @@ def test_every_optimizer_is_unscaled() -> None:
 def test_clipping_when_one_of_two_optimizers_is_unscaled_is_refused() -> None:
     pipe, scaler = scaled()
     scaler.unscale_(optimizer_of([next(pipe.parameters())]))
-    with pytest.raises(penstock.RunError, match="some gradients are unscaled and others are not"):
+    with pytest.raises(penstock.RunError, match="either all gradients or none must be unscaled"):
         pipe.clip_grad_norm_(1.0)
 
 
@@ -100,9 +100,9 @@ def test_a_step_of_an_optimizer_that_was_taken_is_refused() -> None:
     pipe, scaler = scaled()
     optimizer = optimizer_of(pipe.parameters())
     scaler.step(optimizer)
-    with pytest.raises(penstock.RunError, match="already taken this step"):
+    with pytest.raises(penstock.RunError, match="must be stepped once per step"):
         scaler.step(optimizer)
-    with pytest.raises(penstock.RunError, match="already unscaled"):
+    with pytest.raises(penstock.RunError, match="must be unscaled once per step"):
         scaler.unscale_(optimizer)
 
 
@@ -110,7 +110,7 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones() -> None:
     pipe, scaler = scaled()
     optimizer = optimizer_of(pipe.parameters())
     scaler.unscale_(optimizer)
-    with pytest.raises(penstock.RunError, match="a step would add scaled gradients to unscaled ones"):
+    with pytest.raises(penstock.RunError, match="unscaled gradients must be used before the next step"):
         pipe.step(X, target=TARGET)
     scaler.step(optimizer)
     scaler.update()

@@ -79,13 +79,13 @@ def _explore(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> "Pool":
 def _refine(base: "Pool", goal: Goal) -> "Pool":
     """The best orders that islands reach before the effort is spent."""
     problem, passes = base.table.problem, base.table.num_passes
-    children = goal.num_runs(0.1 / _GENERATIONS, passes, _CHILDREN)
+    num_children = goal.num_runs(0.1 / _GENERATIONS, passes, _CHILDREN)
     moves = goal.num_runs(0.05, passes * MOVE_EFFORT, _MOVES)
     elite, island = base, 0
     while not goal.is_over(elite.best):
         founders = elite if island % 3 == 2 else base.sample(_FOUNDERS, island)
         # Seeds are counted, not drawn: the same problem always gets the same order.
-        pool = _evolve(founders, children, island, goal)
+        pool = _evolve(founders, num_children, island, goal)
         orders = polish(problem, pool.orders(), moves, goal)
         elite = elite.joined(pool, _KEPT).joined(Pool.of_orders(base.table, [orders]), _KEPT)
         island += 1
@@ -184,16 +184,16 @@ def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     return found
 
 
-def _evolve(pool: Pool, children: int, seed: int, goal: Goal) -> Pool:
+def _evolve(pool: Pool, num_children: int, seed: int, goal: Goal) -> Pool:
     """The pool after all generations, mirrored and forwards in turn, or when the goal is met or the effort spent."""
     directions = (Greedy(pool.table.mirrored()), Greedy(pool.table))
     random = np.random.default_rng(seed)
     for generation in range(_GENERATIONS):
         if goal.is_over(pool.best):
             break
-        goal.spend(children * pool.table.num_passes)
+        goal.spend(num_children * pool.table.num_passes)
         greedy = directions[generation % 2]
-        runs = greedy.run(_child_rules(greedy.table, pool, children, random))
+        runs = greedy.run(_child_rules(greedy.table, pool, num_children, random))
         pool = pool.joined(Pool.of_runs(greedy.table, runs), _KEPT)
     return pool
 

@@ -26,6 +26,7 @@ from penstock.ir import (
     Placement,
     Schedule,
     StageCosts,
+    choices_text,
     is_count,
     kind_of,
     needs,
@@ -74,9 +75,10 @@ class ScheduleProblem:
 
     def __post_init__(self) -> None:
         if not is_count(self.num_microbatches, MAX_MICROBATCHES):
-            raise ScheduleError("microbatches out of range", microbatches=repr(self.num_microbatches))
+            problem = f"microbatches must be a whole number from 1 to {MAX_MICROBATCHES}"
+            raise ScheduleError(problem, got=repr(self.num_microbatches))
         if self.objective not in OBJECTIVES:
-            raise ScheduleError("unknown objective", objective=repr(self.objective), hint=f"one of {OBJECTIVES}")
+            raise ScheduleError(f"objective must be {choices_text(OBJECTIVES)}", got=repr(self.objective))
         stages = {"costs": self.costs.num_stages, "placement": self.placement.num_stages, "cuts": self.cuts.num_stages}
         if len(set(stages.values())) > 1:
             raise CostError("costs, placement and cuts must have the same number of stages", hint="", **stages)

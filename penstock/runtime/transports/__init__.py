@@ -41,7 +41,7 @@ def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "a
     for (rank, other), reason in missing.items():
         if choice == "shared":
             raise RunError(
-                'transport="shared" needs all ranks on the CPUs of one host',
+                'with transport="shared" all ranks must be on the CPUs of one host',
                 ranks=(rank, other),
                 reason=reason,
                 hint='RunOptions(transport="auto"), which uses shared memory where it can',

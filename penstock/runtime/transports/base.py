@@ -30,10 +30,12 @@ class TensorCodec:
     sent, because gloo would not notice a difference.
     """
 
+    # fmt: off
     __slots__ = (
-        *("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape"),
-        *("is_empty", "is_optional", "num_bytes", "value"),
+        "_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape", "is_empty", "is_optional",
+        "num_bytes", "value",
     )
+    # fmt: on
 
     def __init__(self, value: Value, is_gradient: bool = False, is_optional: bool = False) -> None:
         """`is_optional`: a gradient that does not exist arrives as None, not as zeros."""

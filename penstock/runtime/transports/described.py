@@ -119,8 +119,8 @@ def _header(specs: Sequence[TensorSpec | None], step_number: int, key: MessageKe
     rows = [spec and [spec.dtype, spec.shape, spec.requires_grad, spec.order] for spec in specs]
     data = json.dumps([step_number, key, rows]).encode()
     if len(data) > HEADER_BYTES:
-        hint = "stack or concatenate some of them"
-        raise RunError("too many values for the header of a message", values=len(specs), stages=key[:2], hint=hint)
+        problem, hint = f"the header of a message must have at most {HEADER_BYTES} bytes", "stack or concatenate values"
+        raise RunError(problem, got=len(data), values=len(specs), stages=key[:2], hint=hint)
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 

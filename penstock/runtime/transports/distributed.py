@@ -85,7 +85,7 @@ class DistributedTransport(WorkTransport):
         return _RecvSlot(route, self)
 
     def clear(self) -> None:
-        """Drop messages in transit. Nothing else may be sent in the group: it could not be told apart from them."""
+        """Drop messages in transit. The group is not used again: a later message could be mistaken for one of them."""
         super().clear()
         if self.problem is None and self._is_used:
             ProcessGroups.interrupted[id(self.group)] = self.group

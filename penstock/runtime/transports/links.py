@@ -1,4 +1,4 @@
-"""Unix sockets between ranks of one host: they pass the memory of rings, and wake a rank when the other sends or ends.
+"""Unix sockets between ranks of one host: they pass the memory of rings, and wake a rank when its peer sends or ends.
 
 The sockets are in the directory of the ranks' status files, which only their user can enter. They are removed as soon
 as all ranks are connected.
@@ -64,7 +64,7 @@ class Link:
         try:
             self._socket.send(_WAKE, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # the buffer is full: the other rank has messages that wake it
+            pass  # the buffer is full of wake-ups that the other rank has not read yet
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
 
@@ -111,7 +111,7 @@ class Link:
 
     @property
     def is_hung_up(self) -> bool:
-        """Whether the other rank has ended or closed the link; reads nothing, so that any thread may ask."""
+        """Whether the other rank has ended or closed the link; reads nothing, so that any thread may call it."""
         return bool(self._hang_up_poll.poll(0))
 
     def check(self) -> None:
