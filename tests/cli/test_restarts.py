@@ -258,7 +258,7 @@ def test_a_restart_reports_the_checkpoint_it_resumes_from(training: ShortTrainin
     assert "restart 1 of 3 in 0.5 s from older/step-000003" in found.output
     shutil.rmtree(training.directory / "older")
     (training.directory / "saved" / "step-999999999999999999").mkdir()
-    found = training.run(["kill,rank=1,step=15"], "--resume", "auto", fresh=False, steps=20)
+    found = training.run(["kill,rank=1,step=13"], "--resume", "auto", fresh=False, steps=14)
     assert "from step 12" in found.output
 
 
