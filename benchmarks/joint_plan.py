@@ -34,7 +34,9 @@ def layers(seconds: list[float]) -> Measured:
     return Measured(graph, Profile(costs, 3 * sum(seconds), graph.fingerprint, "synthetic"))
 
 
-def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches: int = 32) -> Table:
+def heavy_head(
+    count: int = 32, head: float = 4.0, ranks: int = 8, microbatches: int = 32, budget_seconds: float = 10.0
+) -> Table:
     """Equal layers and a head as long as several: predicted step divided by the work per rank if it were balanced."""
 
     def lines() -> Iterator[Line]:
@@ -47,7 +49,7 @@ def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches:
         requests = {
             "equal layers, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner=equal), 2.0),
             "linear, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner="linear"), 1.5),
-            "auto": (PlanOptions(ranks), 1.2),
+            "auto": (PlanOptions(ranks, budget_seconds=budget_seconds), 1.2),
         }
         for name, (options, target) in requests.items():
             plan = search({microbatches: model}, options)

@@ -143,6 +143,19 @@ def _quick_advice() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_measurements() -> Iterator[None]:
+    """Tests that plan need a profile, but no exact one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:  # else nothing is measured
+            from penstock.api import measuring
+            from penstock.measure import timing
+
+            patch.setitem(measuring.measure.__kwdefaults__, "iterations", 1)
+            patch.setattr(timing, "_MAX_REPEATS", 4)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Any]:
     """Pools of processes to run jobs on, by number of ranks."""

@@ -246,7 +246,7 @@ def test_synthesised_orders_are_compared_with_published_rates():
 
 
 def test_a_searched_plan_is_compared_with_an_even_division():
-    even, linear, auto = joint_plan.heavy_head(8, 2.0, 2, 4).lines
+    even, linear, auto = joint_plan.heavy_head(8, 2.0, 2, 4, budget_seconds=0.2).lines
     assert auto.value <= linear.value <= even.value
 
 

@@ -14,6 +14,7 @@ from penstock.batches import Batch, BatchSplitter, find_padding
 from tests.parity import WholeModel, assert_close, assert_parts_close, values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
+from tests.selection import some
 from tests.small_models import VOCABULARY, WIDTH, seeded, token_loss, tokens
 
 LENGTHS = (19, 3, 5, 40, 7, 2, 12, 9, 26, 4)
@@ -88,7 +89,7 @@ def pipeline(model: Reader, batch: dict[str, Tensor], schedule: str = "1f1b", **
     return penstock.Pipeline(model, PLANS[key], **{"local": True, **options})
 
 
-@pytest.mark.parametrize("budget", [40, 64, 200, 10_000])
+@pytest.mark.parametrize("budget", some([40, 200, 10_000], [40, 64, 200, 10_000]))
 def test_any_budget_gives_the_gradients_of_the_whole_batch(budget: int) -> None:
     plain, model = seeded(Reader()), seeded(Reader())
     pipe = pipeline(model, padded())
@@ -104,7 +105,9 @@ def test_any_budget_gives_the_gradients_of_the_whole_batch(budget: int) -> None:
         assert float(pipe.evaluate(**batch, budget_tokens=budget).loss) == pytest.approx(float(expected), rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_h1", "dualpipe_v"])
+@pytest.mark.parametrize(
+    "schedule", some(["interleaved", "zb_h1", "dualpipe_v"], ["gpipe", "interleaved", "zb_h1", "dualpipe_v"])
+)
 def test_the_schedule_of_the_plan_runs_with_as_many_microbatches_as_groups(schedule: str) -> None:
     plain, model, batch = seeded(Reader()), seeded(Reader()), padded()
     pipe = pipeline(model, batch, schedule)

@@ -31,13 +31,9 @@ CUTS: Cuts = {
 }
 
 # A run without `--whole` records every model that is not like another once: they alternate between both granularities,
-# with labels and without. With the other data in 4 stages, each has every number of stages.
-SELECTED: dict[str, Cuts] = {
-    "blocks": {"labels": ((2, False), (3, True))},
-    "functions": {"plain": ((2, True), (3, False))},
-}
+# with labels and without, in 2 stages and in 3, and all of them run other data in 4 stages.
 SELECTED_MODELS = [name for name in ZOO if name not in ALIKE]
-SELECTED_UNSCORED: Cuts = {"plain": ((2, True), (3, False))}
+SELECTED_MODES = {"blocks": "labels", "functions": "plain"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,10 @@ class Architecture:
 
     @property
     def selected_cuts(self) -> Cuts:
-        """The cuts of a run without `--whole`."""
-        return SELECTED_UNSCORED if self.name in UNSCORED else SELECTED[self.granularity]
+        """The cut of a run without `--whole`."""
+        mode = "plain" if self.name in UNSCORED else SELECTED_MODES[self.granularity]
+        place = SELECTED_MODELS.index(self.name) // len(DEPTHS) % 2
+        return {mode: CUTS[mode][place : place + 1]}
 
     def captured(self, mode: str, example: Example | None = None) -> tuple[Captured, Batch]:
         """The captured model and its batch; the model is built if no example is given."""
