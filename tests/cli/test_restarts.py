@@ -235,14 +235,17 @@ def agent_of_two(directory: Path, scratch: Path) -> int:
         port = str(server.getsockname()[1])
     agent = os.fork()
     if not agent:
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        common |= {"TORCHELASTIC_RUN_ID": "x", "PENSTOCK_SCRATCH": os.fspath(scratch)}
-        command = tuple("loader.py:batches" if word == "model.py:batches" else word for word in COMMAND)
-        for rank in range(2):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            in_a_copy(directory, scratch / f"output{rank}.txt", *LASTING, command=command, **common, **own)
-        while True:
-            signal.pause()
+        try:
+            common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            common |= {"TORCHELASTIC_RUN_ID": "x", "PENSTOCK_SCRATCH": os.fspath(scratch)}
+            command = tuple("loader.py:batches" if word == "model.py:batches" else word for word in COMMAND)
+            for rank in range(2):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                in_a_copy(directory, scratch / f"output{rank}.txt", *LASTING, command=command, **common, **own)
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)  # an error must not run the other tests a second time
     return agent
 
 
