@@ -493,6 +493,10 @@ class Engine:
         times = self._execute(step, compiled, is_timed)
         for reducer in self._model_part.reducers:
             reducer.finish()
+        # Losses are weighted so that gradients are means over the replicas, but each replica has inputs of its own.
+        for value in step.leaf_inputs if self._groups.num_replicas > 1 else ():
+            if value.grad is not None:
+                value.grad.div_(self._groups.num_replicas)
         return times
 
     def _undo(self) -> None:
@@ -701,7 +705,7 @@ class Engine:
 
 def tensors_requiring_grad(batch: Batch) -> list[Tensor]:
     """The tensors of the batch that require gradients; those with a `grad_fn` are the results of computations."""
-    return [value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad]
+    return list(dict.fromkeys(value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad))
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

@@ -73,6 +73,21 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools, is_whole:
         assert_whole(parts, plain, losses)
 
 
+def input_gradients() -> Tensor | None:
+    """The gradient of this replica's inputs after two steps."""
+    pipe, x = replicated(chain(4), ROWS, mse_loss), share(ROWS).clone().requires_grad_()
+    for _ in range(2):
+        pipe.step(x, target=share(ANSWERS))
+    return x.grad
+
+
+def test_gradients_of_inputs_are_those_of_the_whole_batch(pools: Pools) -> None:
+    x = ROWS.clone().requires_grad_()
+    (2 * mse_loss(chain(4)(x), ANSWERS)).backward()
+    found = pools[4].run(input_gradients)
+    torch.testing.assert_close(torch.cat([found[0], found[2]]), x.grad, rtol=0, atol=1e-12)
+
+
 class Penalised(Block):
     """A block that keeps its result small."""
 
