@@ -6,6 +6,7 @@ import logging
 import math
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -393,11 +394,13 @@ class Engine:
         # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
         step.mean_size = sums[0]
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
-        own_sums = sums if groups.rank == 0 else (0.0, 0.0)
+        own_sums = (*(sums if groups.rank == 0 else (0.0, 0.0)), 0.0, self._trained_checksum(step))
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
-            step.mean_size = self._mean_size(self._sync.exchange(request, vote))
+            result = self._sync.exchange(request, vote)
+            self._check_trained(result)
+            step.mean_size = self._mean_size(result)
         elif groups.is_local:
             self._sync.exchange(request, vote)
         else:
@@ -420,6 +423,7 @@ class Engine:
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
         given = (sender.argument_mask(batch), float(self._comparison.target_checksum(batch, request)))
+        trained = self._trained_checksum(step)
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._sync.errors_on_all_ranks(request), hinting_at_rank_0_arguments():
@@ -431,11 +435,12 @@ class Engine:
             index = outgoing.signature_index
             is_unknown = not sender.is_agreed(index, step.is_training)
             content = (*given, float(index))
-            vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_unknown),), content=content)
+            vote = SyncVote(agreement, sums=(size, has_loss, 0.0, trained), maxes=(float(is_unknown),), content=content)
         else:
             has_loss = float(own_target is not None)
-            vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
+            vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss, trained), maxes=(0.0,), content=given)
         result = self._sync.exchange(request, vote)
+        self._check_trained(result)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
         sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
@@ -469,6 +474,33 @@ class Engine:
         has_target = step.is_training or step.microbatches[0].target is not None
         has_loss = has_target if self._loss_head.has_loss_fn else compiled.has_roots
         return float(sum([microbatch.size for microbatch in step.microbatches])), float(has_loss)
+
+    def _trained_checksum(self, step: Step) -> float:
+        """A checksum of which parameters of this rank a step trains, below 2**32; 0 without other pipelines.
+
+        It differs between ranks with other stages, so that the sum over a pipeline shows each of them.
+        """
+        if self._groups.peers is None or not step.is_training:
+            return 0.0
+        flags = bytes(parameter.requires_grad for parameter in self._model_part.parameters.values())
+        return float(zlib.crc32(flags, self._groups.rank))
+
+    def _check_trained(self, result: SyncResult) -> None:
+        """Raise an error on all ranks if pipelines train different parameters: their gradients would be mixed."""
+        if len({sums[3] for sums in result.sums_by_pipeline}) < 2:
+            return
+        groups, parameters = self._groups, self._model_part.parameters
+        texts = groups.gather_texts_of_all(json.dumps([name for name, p in parameters.items() if p.requires_grad]))
+        trained = [set(json.loads(text)) for text in texts]
+        first = trained[: groups.num_ranks]
+        for rank, names in enumerate(trained):
+            if differing := names ^ first[rank % groups.num_ranks]:
+                raise RunError(
+                    "requires_grad must be the same on all replicas and tensor-parallel ranks",
+                    parameter=min(differing),
+                    pipelines=(0, rank // groups.num_ranks),
+                    hint="the same parameters frozen on every rank",
+                ).on_all_ranks()
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
