@@ -394,7 +394,9 @@ class Engine:
         # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
         step.mean_size = sums[0]
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
-        own_sums = (*(sums if groups.rank == 0 else (0.0, 0.0)), 0.0, self._trained_checksum(step))
+        own_sums = sums if groups.rank == 0 else (0.0, 0.0)
+        if groups.peers is not None:
+            own_sums = (*own_sums, 0.0, self._trained_checksum(step))
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
@@ -423,7 +425,7 @@ class Engine:
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
         given = (sender.argument_mask(batch), float(self._comparison.target_checksum(batch, request)))
-        trained = self._trained_checksum(step)
+        trained = 0.0 if groups.peers is None else self._trained_checksum(step)
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._sync.errors_on_all_ranks(request), hinting_at_rank_0_arguments():
@@ -476,11 +478,11 @@ class Engine:
         return float(sum([microbatch.size for microbatch in step.microbatches])), float(has_loss)
 
     def _trained_checksum(self, step: Step) -> float:
-        """A checksum of which parameters of this rank a step trains, below 2**32; 0 without other pipelines.
+        """A checksum of which parameters of this rank a step trains, below 2**32; 0 for an evaluation.
 
-        It differs between ranks with other stages, so that the sum over a pipeline shows each of them.
+        It depends on the rank, so that the sum over a pipeline shows which rank trains which parameters.
         """
-        if self._groups.peers is None or not step.is_training:
+        if not step.is_training:
             return 0.0
         flags = bytes(parameter.requires_grad for parameter in self._model_part.parameters.values())
         return float(zlib.crc32(flags, self._groups.rank))
