@@ -217,6 +217,7 @@ class Engine:
         watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
         with watched, torch.no_grad(), set_mode(self._model_part.captured.model, is_training=False):
             compiled = self._begin_step(step, batch, request)
+            self._model_part.fsdp.begin_evaluation()
             self._execute(step, compiled, False)
             result = self._end_step(step, compiled, None)
             return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
@@ -232,6 +233,7 @@ class Engine:
         with watch_step(self._groups.monitor, step_number, False, self._handle_failure), torch.no_grad():
             compiled = self._begin_step(step, batch, SyncRequest("forward", step_number))
             buffers.take()
+            self._model_part.fsdp.begin_evaluation()
             try:
                 self._execute(step, compiled, False)
             finally:
