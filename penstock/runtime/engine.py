@@ -6,6 +6,7 @@ import logging
 import math
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -216,6 +217,7 @@ class Engine:
         watched = watch_step(self._groups.monitor, step_number, False, self._handle_failure)
         with watched, torch.no_grad(), set_mode(self._model_part.captured.model, is_training=False):
             compiled = self._begin_step(step, batch, request)
+            self._model_part.fsdp.begin_evaluation()
             self._execute(step, compiled, False)
             result = self._end_step(step, compiled, None)
             return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
@@ -231,6 +233,7 @@ class Engine:
         with watch_step(self._groups.monitor, step_number, False, self._handle_failure), torch.no_grad():
             compiled = self._begin_step(step, batch, SyncRequest("forward", step_number))
             buffers.take()
+            self._model_part.fsdp.begin_evaluation()
             try:
                 self._execute(step, compiled, False)
             finally:
@@ -394,10 +397,14 @@ class Engine:
         step.mean_size = sums[0]
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
+        if groups.peers is not None:
+            own_sums = (*own_sums, 0.0, self._trained_checksum(step))
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
-            step.mean_size = self._mean_size(self._sync.exchange(request, vote))
+            result = self._sync.exchange(request, vote)
+            self._check_trained(result)
+            step.mean_size = self._mean_size(result)
         elif groups.is_local:
             self._sync.exchange(request, vote)
         else:
@@ -420,6 +427,7 @@ class Engine:
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
         given = (sender.argument_mask(batch), float(self._comparison.target_checksum(batch, request)))
+        trained = 0.0 if groups.peers is None else self._trained_checksum(step)
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
             with self._sync.errors_on_all_ranks(request), hinting_at_rank_0_arguments():
@@ -431,11 +439,12 @@ class Engine:
             index = outgoing.signature_index
             is_unknown = not sender.is_agreed(index, step.is_training)
             content = (*given, float(index))
-            vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_unknown),), content=content)
+            vote = SyncVote(agreement, sums=(size, has_loss, 0.0, trained), maxes=(float(is_unknown),), content=content)
         else:
             has_loss = float(own_target is not None)
-            vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
+            vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss, trained), maxes=(0.0,), content=given)
         result = self._sync.exchange(request, vote)
+        self._check_trained(result)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
         sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
@@ -470,6 +479,33 @@ class Engine:
         has_loss = has_target if self._loss_head.has_loss_fn else compiled.has_roots
         return float(sum([microbatch.size for microbatch in step.microbatches])), float(has_loss)
 
+    def _trained_checksum(self, step: Step) -> float:
+        """A checksum of which parameters of this rank a step trains, below 2**32; 0 for an evaluation.
+
+        It depends on the rank, so that the sum over a pipeline shows which rank trains which parameters.
+        """
+        if not step.is_training:
+            return 0.0
+        flags = bytes(parameter.requires_grad for parameter in self._model_part.parameters.values())
+        return float(zlib.crc32(flags, self._groups.rank))
+
+    def _check_trained(self, result: SyncResult) -> None:
+        """Raise an error on all ranks if pipelines train different parameters: their gradients would be mixed."""
+        if len({sums[3] for sums in result.sums_by_pipeline}) < 2:
+            return
+        groups, parameters = self._groups, self._model_part.parameters
+        texts = groups.gather_texts_of_all(json.dumps([name for name, p in parameters.items() if p.requires_grad]))
+        trained = [set(json.loads(text)) for text in texts]
+        first = trained[: groups.num_ranks]
+        for rank, names in enumerate(trained):
+            if differing := names ^ first[rank % groups.num_ranks]:
+                raise RunError(
+                    "requires_grad must be the same on all replicas and tensor-parallel ranks",
+                    parameter=min(differing),
+                    pipelines=(0, rank // groups.num_ranks),
+                    hint="the same parameters frozen on every rank",
+                ).on_all_ranks()
+
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
         count = self._groups.num_pipelines
@@ -493,6 +529,10 @@ class Engine:
         times = self._execute(step, compiled, is_timed)
         for reducer in self._model_part.reducers:
             reducer.finish()
+        # Losses are weighted so that gradients are means over the replicas, but each replica has inputs of its own.
+        for value in step.leaf_inputs if self._groups.num_replicas > 1 else ():
+            if value.grad is not None:
+                value.grad.div_(self._groups.num_replicas)
         return times
 
     def _undo(self) -> None:
@@ -701,7 +741,7 @@ class Engine:
 
 def tensors_requiring_grad(batch: Batch) -> list[Tensor]:
     """The tensors of the batch that require gradients; those with a `grad_fn` are the results of computations."""
-    return [value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad]
+    return list(dict.fromkeys(value for value in leaves(batch) if isinstance(value, Tensor) and value.requires_grad))
 
 
 def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_tokens: int | None = None) -> str:

@@ -21,11 +21,22 @@ class FsdpStages:
         """by stage, the gathers that no pass has waited for yet"""
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Keep gradients local until the last microbatch."""
+        """Keep gradients local until the last microbatch, and parameters gathered until the program reshards them.
+
+        If forwards resharded them, each backward would gather them again, which would never end if another replica has
+        fewer microbatches.
+        """
         for stage, modules in self.modules.items():
             self._num_left[stage] = num_microbatches
             for module in modules:
                 _set_last_backward(module, False)
+                module.set_reshard_after_forward(False, recurse=False)
+
+    def begin_evaluation(self) -> None:
+        """Let every forward reshard: the program of an evaluation has no actions for it."""
+        for modules in self.modules.values():
+            for module in modules:
+                module.set_reshard_after_forward(True, recurse=False)
 
     def before_backward(self, stage: int) -> None:
         """Wait for the parameters; make the last backward of a stage reduce its gradients over the replicas."""

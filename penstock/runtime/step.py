@@ -120,9 +120,9 @@ class LossVote(NamedTuple):
 class StepSnapshot:
     """Saves the state before a step; afterwards `commit` keeps the results of the step, `restore` undoes it.
 
-    The gradients of `reduced` parameters are set aside during the step, because only the gradients that the step adds
-    are summed over other ranks. Other gradients are accumulated in place, as in plain training, which gives the same
-    bits; a copy is kept of those that exist.
+    The gradients of `reduced` parameters and of inputs are set aside during the step, because only the gradients that
+    the step adds are summed over other ranks, or divided. Other gradients are accumulated in place, as in plain
+    training, which gives the same bits; a copy is kept of those that exist.
     """
 
     def __init__(
@@ -136,12 +136,11 @@ class StepSnapshot:
         unique = dict.fromkeys(reduced)
         self._reduced = tuple(unique)
         self._others = tuple(parameter for parameter in dict.fromkeys(parameters) if parameter not in unique)
-        self._inputs: Sequence[Tensor] = ()
         self._buffer_names = tuple(buffers) if restores else ()
         self._restores = restores
-        self._set_aside: dict[nn.Parameter, Tensor | None] = {}
-        self._gradients: dict[Tensor, Tensor | None] = {}
-        """copies of the gradients of other parameters and of inputs"""
+        self._set_aside: dict[Tensor, Tensor | None] = {}
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+        """copies of the gradients of other parameters"""
         self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
         """name, the tensor of that name before the step, and a copy of its values"""
         self._memory: dict[object, Tensor] = {}
@@ -149,16 +148,13 @@ class StepSnapshot:
 
     def take(self, inputs: Sequence[Tensor] = ()) -> None:
         """Save the current state and the gradients of `inputs`; call this before the step."""
-        self._inputs = inputs
-        for parameter in self._reduced:
-            self._set_aside[parameter], parameter.grad = parameter.grad, None
+        for tensor in dict.fromkeys((*self._reduced, *inputs)):
+            self._set_aside[tensor], tensor.grad = tensor.grad, None
         if not self._restores:
             return
         for parameter in self._others:
             gradient = parameter.grad
             self._gradients[parameter] = None if gradient is None else self._copy(parameter, gradient.detach())
-        for tensor in inputs:
-            self._gradients[tensor] = None if tensor.grad is None else tensor.grad.detach().clone()
         for name in self._buffer_names:
             buffer = getattr(*name)
             self._buffers.append((name, buffer, self._copy(name, buffer.detach())))
@@ -172,10 +168,10 @@ class StepSnapshot:
 
     def commit(self) -> None:
         """Keep a successful step: add the gradients that were set aside to those of the step."""
-        for parameter, earlier in self._set_aside.items():
+        for tensor, earlier in self._set_aside.items():
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._set_aside, self._gradients, self._buffers, self._inputs = {}, {}, [], ()
+                tensor.grad = earlier if tensor.grad is None else earlier.add_(tensor.grad)
+        self._set_aside, self._gradients, self._buffers = {}, {}, []
 
     def restore(self) -> None:
         """Undo a failed step: restore gradients and buffers to their values before it."""
@@ -183,18 +179,18 @@ class StepSnapshot:
             restore_content(buffer, values)
             # The model may have assigned another tensor.
             setattr(owner, name, buffer)
-        for parameter, earlier in self._set_aside.items():
-            parameter.grad = earlier if self._restores else None
-        for tensor in (*self._others, *self._inputs):
-            copy = self._gradients.get(tensor)
+        for tensor, earlier in self._set_aside.items():
+            tensor.grad = earlier if self._restores else None
+        for parameter in self._others:
+            copy = self._gradients.get(parameter)
             if copy is None:
-                tensor.grad = None
-            elif tensor.grad is None or not _fits(copy, tensor.grad):
-                tensor.grad = copy.clone()
+                parameter.grad = None
+            elif parameter.grad is None or not _fits(copy, parameter.grad):
+                parameter.grad = copy.clone()
             else:
                 # In place, so that other references to the gradient, such as flat buffers, see the restored values.
-                tensor.grad.copy_(copy)
-        self._set_aside, self._gradients, self._buffers, self._inputs = {}, {}, [], ()
+                parameter.grad.copy_(copy)
+        self._set_aside, self._gradients, self._buffers = {}, {}, []
 
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:

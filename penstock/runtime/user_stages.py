@@ -208,8 +208,10 @@ class UserStageRunner:
         """Prepare a step."""
         self.clear()
         self.is_training = is_training
-        if is_training and self.fsdp.modules:
+        if is_training:
             self.fsdp.begin_step(num_microbatches)
+        else:
+            self.fsdp.begin_evaluation()
 
     def finish(self) -> None:
         """Wait for the averages over replicas."""

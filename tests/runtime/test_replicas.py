@@ -73,6 +73,44 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools, is_whole:
         assert_whole(parts, plain, losses)
 
 
+def input_gradients() -> Tensor | None:
+    """The gradient of this replica's inputs after two steps."""
+    pipe, x = replicated(chain(4), ROWS, mse_loss), share(ROWS).clone().requires_grad_()
+    for _ in range(2):
+        pipe.step(x, target=share(ANSWERS))
+    return x.grad
+
+
+def test_gradients_of_inputs_are_those_of_the_whole_batch(pools: Pools) -> None:
+    x = ROWS.clone().requires_grad_()
+    (2 * mse_loss(chain(4)(x), ANSWERS)).backward()
+    found = pools[4].run(input_gradients)
+    torch.testing.assert_close(torch.cat([found[0], found[2]]), x.grad, rtol=0, atol=1e-12)
+
+
+def freeze_different_blocks(inputs: str) -> str:
+    """The error of this rank if each replica freezes another block of the same size."""
+    model, replica, is_first = chain(4), mesh().get_local_rank("dp"), mesh().get_local_rank("pp") == 0
+    pipe = replicated(model, ROWS, mse_loss, inputs=inputs)
+    batch = {"target": share(ANSWERS)} if inputs == "all" or is_first else {}
+    args = (share(ROWS),) if batch else ()
+    pipe.step(*args, **batch)
+    model[replica].requires_grad_(False)
+    with pytest.raises(penstock.RunError) as caught:
+        pipe.step(*args, **batch)
+    pipe.eval(*args, **batch)
+    model.requires_grad_(True)
+    pipe.step(*args, **batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_replicas_that_freeze_different_parameters_are_refused(pools: Pools, inputs: str) -> None:
+    for text in pools[4].run(freeze_different_blocks, inputs):
+        assert "requires_grad must be the same on all replicas" in text
+        assert "parameter: 0.linear.bias" in text
+
+
 class Penalised(Block):
     """A block that keeps its result small."""
 

@@ -235,6 +235,16 @@ def test_without_any_memory_the_error_names_the_other_transport(ends: Any, monke
         send(send_slot, torch.ones(2, 3, dtype=torch.float64))
 
 
+def test_a_ring_whose_descriptor_the_system_dropped_is_an_error() -> None:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = Link(first), Link(second)
+    # As after the limit on open files: the message arrives without its descriptor.
+    with mock.patch.object(socket, "send_fds", lambda connection, content, *_: connection.send(content[0])):
+        sender.send_ring(*Ring.create_smallest())
+    with pytest.raises(RuntimeError, match="too many open files"):
+        receiver.receive_ring()
+
+
 def test_a_receiver_sleeps_until_a_message_arrives(ends: Any) -> None:
     ((send_slot, recv_slot),) = slots(ends, SMALL)
     send(send_slot, torch.zeros(2, 3, dtype=torch.float64))

@@ -107,6 +107,9 @@ class Link:
         except OSError:
             data, handles = b"", []
         self.is_closed = not data
+        if len(data) == _RING.size and not handles:
+            # The system drops a descriptor for which there is no room, and the other rank does not send it again.
+            raise RuntimeError("the memory of another rank cannot be opened: too many open files")
         return Ring.open(handles[0], *_RING.unpack(data)) if handles else None
 
     @property
