@@ -67,11 +67,16 @@ class Granularity:
         found = self.find_blocks(model)
         modules: dict[object, nn.Module] = {}
         for name, module in model.named_modules() if self.basic_blocks else ():
-            for key in (name, type(module), type(module).__name__):
+            for key in (name, type(module), type(module).__name__) if name else ():
                 modules.setdefault(key, module)
         for block in self.basic_blocks:
-            # "" is the name of the model itself.
-            if block == "" or block not in modules:
+            if block in ("", type(model), type(model).__name__) and block not in modules:
+                raise CaptureError(
+                    "the model itself cannot be a basic block: it would be a single node",
+                    basic_block=block,
+                    hint="the name or class of a module in it",
+                )
+            if block not in modules:
                 problem = "a basic block must be the name or the class of a module in the model"
                 raise CaptureError(problem, basic_block=block, hint="a name of named_modules()")
             if not _can_be_called(modules[block]):
@@ -128,7 +133,8 @@ class Granularity:
         return is_from_torch or (has_parameters and not any(True for _ in module.children()))
 
     def _is_basic_block(self, module: nn.Module, path: str) -> bool:
-        return any(name in self.basic_blocks for name in (path, type(module), type(module).__name__))
+        # The model itself is none, also if it has the class of modules in it, as a Sequential of Sequentials.
+        return path != "" and any(name in self.basic_blocks for name in (path, type(module), type(module).__name__))
 
 
 def outer_modules(path: str) -> list[str]:

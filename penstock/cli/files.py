@@ -2,7 +2,6 @@
 
 import gzip
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import combinations
@@ -12,35 +11,33 @@ from typing import Any
 from penstock.errors import FormatError, PenstockError
 
 _ORDER_SUFFIXES = (".csv", ".txt", "")
+_WRITTEN = "JSON that penstock wrote, or an order in a file that ends in .csv"
 
 
 def read_record(path: Path) -> Any:
     """Read the record of a JSON file, or the Schedule or Program of a CSV or text file."""
-    from penstock.ir import MAX_JSON_BYTES, load_record, read_schedule
+    from penstock.ir import MAX_JSON_BYTES, from_json, read_schedule
 
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise FormatError("the file is too large", file=path, bytes=size, limit=MAX_JSON_BYTES)
-        with path.open("rb") as file:
-            is_json = file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
+        # Only once: a pipe, such as /dev/stdin, cannot be read again.
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise FormatError("cannot read the file", file=path, reason=reason, hint=_suggest(path)) from None
+    except UnicodeDecodeError as error:
+        raise FormatError("expected JSON or an order", file=path, reason=error, hint=_WRITTEN) from None
+    is_json = text.lstrip().startswith("{")
     if not is_json and path.suffix.lower() not in _ORDER_SUFFIXES:
-        hint = "JSON that penstock wrote, or an order in a file that ends in .csv"
-        raise FormatError("expected JSON or an order", file=path, hint=hint)
-    if not is_json:
-        try:
-            return read_schedule(path)
-        except PenstockError as error:
-            raise FormatError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
+        raise FormatError("expected JSON or an order", file=path, hint=_WRITTEN)
     try:
-        return load_record(path)
-    except FormatError as error:
-        if error.hint:
-            raise
-        hint = "a complete, unchanged file that penstock wrote"
-        raise FormatError(error.problem, report=error.report, hint=hint, **error.values) from None
+        # A line break, because text of one line could be the name of a file.
+        return from_json(text) if is_json else read_schedule(f"{text}\n")
+    except PenstockError as error:
+        hint = error.hint or ("a complete, unchanged file that penstock wrote" if is_json else "")
+        raise FormatError(error.problem, report=error.report, hint=hint, **{"file": path, **error.values}) from None
 
 
 def _suggest(path: Path) -> str:

@@ -44,6 +44,7 @@ _FLAGS = {
     "basic_blocks": "block",
 }
 _KEYWORD = re.compile(rf"\b({'|'.join(_FLAGS)})=(\"?)(\w[\w.]*)\2")
+_SLOWNESS = re.compile(r"\bslowness=\(([^)]*)\)")
 _BLOCKS = re.compile(r"\bbasic_blocks(=\[[^]]*\])?")
 
 
@@ -85,6 +86,7 @@ def failed(message: str, code: int) -> typer.Exit:
 def _with_flags(error: PenstockError) -> str:
     """The message, with Python arguments of the hint as options: `--stages-per-rank 2` for `stages_per_rank=2`."""
     hint = _KEYWORD.sub(lambda found: f"--{_FLAGS[found[1]].replace('_', '-')} {found[3]}", error.hint)
+    hint = _SLOWNESS.sub(lambda found: f"--slowness {found[1].replace(', ', ',')}", hint)
     hint = _BLOCKS.sub("--block NAME", hint)
     return str(error).removesuffix(error.hint) + hint
 

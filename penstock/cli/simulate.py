@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from penstock.cli.files import check_targets, read_record, write
-from penstock.cli.options import AsJson, Outputs, Sizes, Times
+from penstock.cli.options import AsJson, Given, Outputs, Sizes, Times
 from penstock.cli.output import note, print_json, print_view
 from penstock.errors import FormatError, PenstockError
 
@@ -43,7 +43,14 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-    *, name: Name = "all", sizes: Sizes, sweep: Sweep = None, times: Times, outputs: Outputs, as_json: AsJson = False
+    *,
+    name: Name = "all",
+    sizes: Sizes,
+    sweep: Sweep = None,
+    times: Times,
+    outputs: Outputs,
+    given: Given,
+    as_json: AsJson = False,
 ) -> None:
     """Predict time, bubble and memory of schedules.
 
@@ -60,13 +67,16 @@ def simulate(
     # A schedule has precedence over a file of the same name, which is given as ./NAME.
     is_path = path.suffix or len(path.parts) > 1 or name.startswith(".")
     if is_path or (path.is_file() and name not in ("all", *SCHEDULES)):
-        if sizes != Sizes() or sweep is not None:
+        if given.of(Sizes) or sweep is not None:
             hint = f"penstock simulate {name}"
             raise PenstockError(
                 "ranks, stages and microbatches must not be given: the file has them", file=name, hint=hint
             )
-        runs = [simulate_file(path, times)]
+        runs = [simulate_file(path, times, given)]
     else:
+        if sweep is not None and "microbatches" in given:
+            hint = f"--sweep {sweep},{sizes.microbatches} for all of them"
+            raise PenstockError("--microbatches and --sweep must not be given together", sweep=sweep, hint=hint)
         names, left_out = named_schedules(name, sizes)
         runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]
     if outputs.csv and len(runs) > 1:
@@ -98,14 +108,14 @@ def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
     return Simulated(name, schedule, simulate_program(program, times))
 
 
-def simulate_file(path: Path, times: Times) -> Simulated:
+def simulate_file(path: Path, times: Times, given: Given) -> Simulated:
     """Prove and simulate the order of a file, as `check`, `show` and `plan` read it."""
     import penstock
     from penstock.ir import Plan
 
     record = read_record(path)
     if isinstance(record, Plan):
-        if times != Times():
+        if given.of(Times):
             hint = f"penstock simulate {path}"
             raise PenstockError("costs and links must not be given: the plan has them", file=path, hint=hint)
         return Simulated(path.name, record.schedule, penstock.simulate(record))

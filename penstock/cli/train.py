@@ -17,6 +17,7 @@ import typer
 from typer import Option
 
 from penstock.api.train_options import TrainOptions
+from penstock.cli.files import read_record
 from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example, Given
 from penstock.cli.output import echo, note
@@ -41,7 +42,7 @@ from penstock.cli.training_job import (
     loss_example,
     run_rank,
 )
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import FormatError, PenstockError, PlanError
 
 if TYPE_CHECKING:
     from penstock.cli.restarts import SavedPlan
@@ -85,6 +86,9 @@ def train(
     check_checkpoints(checkpoints, ranks, attempt)
     job = Job(model, example, flags, options, plan_options, checkpoints, files.out, files.as_json, attempt)
     check_job(job)
+    if "lr" in given and ":" in flags.optimizer:
+        hint = "leave --lr out, and set the learning rate in the function"
+        raise PenstockError("--lr has no effect on an optimizer of a function", optimizer=flags.optimizer, hint=hint)
     choice = PlanChoice(job, files.plan)
     if files.plan is not None:
         choice.check_options(given)
@@ -267,7 +271,11 @@ class PlanChoice:
         """The plan of --plan."""
         from penstock.ir import Plan
 
-        return Plan.load(self._file)
+        plan = read_record(self._file)
+        if not isinstance(plan, Plan):
+            hint = "penstock plan MODEL --out FILE, then --plan FILE"
+            raise FormatError("--plan must be the file of a plan", file=self._file, got=type(plan).__name__, hint=hint)
+        return plan
 
     @property
     def _saved(self) -> "SavedPlan | None":

@@ -48,6 +48,17 @@ def test_an_unknown_basic_block_is_refused():
         penstock.capture(Stack(), (BATCH,), basic_blocks=("blokcs",))
 
 
+@pytest.mark.parametrize("block", ["", Stack, "Stack"])
+def test_the_model_itself_is_no_basic_block(block):
+    with pytest.raises(CaptureError, match="the model itself cannot be a basic block"):
+        penstock.capture(Stack(), (BATCH,), basic_blocks=(block,))
+
+
+def test_a_class_that_the_model_shares_with_modules_in_it_means_these():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert names(penstock.capture(model, (BATCH,), depth=9, basic_blocks=(nn.Sequential,))) == ["0", "1"]
+
+
 def test_parameters_and_values_are_listed_with_their_specs():
     graph = penstock.capture(Stack(), (BATCH,)).graph
     assert graph["blocks.2"].parameters == ("blocks.2.linear.weight", "blocks.2.linear.bias")

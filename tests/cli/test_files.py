@@ -7,6 +7,7 @@ import pytest
 
 from penstock.cli import files
 from penstock.errors import PenstockError
+from penstock.ir import Cluster, Schedule, to_json
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(
@@ -72,3 +73,12 @@ def test_a_file_of_another_kind_is_not_taken_for_orders(name: str, tmp_path: Pat
     (tmp_path / name).write_bytes(b"<!doctype html>\n\xff")
     with pytest.raises(PenstockError, match=r"expected JSON or an order \(file: .*\)\ntry: JSON that penstock wrote"):
         files.read_record(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", [Schedule.from_csv("0F0,0B0\n").to_csv(), to_json(Cluster(2))])
+def test_a_record_is_read_from_a_pipe(text: str) -> None:
+    reader, writer = os.pipe()
+    with open(reader), open(writer, "w") as pipe:
+        pipe.write(text)
+        pipe.close()
+        assert files.read_record(Path(f"/dev/fd/{reader}"))

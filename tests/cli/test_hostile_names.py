@@ -1,6 +1,7 @@
 """Names of a model that would control a terminal are printed harmlessly by every verb, in a pipe and on a terminal."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from penstock.cli import app
 
 # Title, screen, hyperlink, C1 control sequence, carriage return, bell, backspace, and changes of direction.
 HOSTILE = ("\x1b]0;pwn\x07", "\x1b[2J", "\x1b]8;;http://x\x1b\\", "\x9b2J", "\r", "\x08", "\x85", "\u202e", "\u2066")
+RUN = os.fsdecode(b"run\xff")  # a directory whose name is not UTF-8
 NAMES = [f"a{text}[bold]b" for text in HOSTILE]
 MODEL = f"""\
 import torch
@@ -40,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options = ("--ranks", "2", "--microbatches", "2", "--schedule", "gpipe", "--budget", "0", "--out", "plan.json")
         harmless("plan", "model.py:build", *options)
         training = ("--data", "model.py:batches", "--loss", "mse_loss", "--plan", "plan.json", "--steps", "1")
-        harmless("train", "model.py:build", *training, "--checkpoint", "saved", "--out", "run")
+        harmless("train", "model.py:build", *training, "--checkpoint", "saved", "--out", RUN)
     return root
 
 
@@ -70,14 +72,14 @@ PLAN_VERBS = [
     ("simulate", "plan.json"),
     ("show", "plan.json"),
     ("show", "plan.json", "--json"),
-    ("show", "run/run.json"),
-    *(("show", "run/run.json", "--view", view) for view in ("terminal", "table", "timeline", "memory", "chrome")),
+    ("show", f"{RUN}/run.json"),
+    *(("show", f"{RUN}/run.json", "--view", view) for view in ("terminal", "table", "timeline", "memory", "chrome")),
     *(("show", "plan.json", "--view", view) for view in ("outline", "cuts", "model", "report")),
-    ("report", "run", "--out", "page.html"),
-    ("trace", "run/run.json", "trace.json"),
-    ("what-if", "run/run.json", "--budget", "0"),
+    ("report", RUN, "--out", "page.html"),
+    ("trace", f"{RUN}/run.json", "trace.json"),
+    ("what-if", f"{RUN}/run.json", "--budget", "0"),
     ("plan", "model.py:build", "--ranks", "2", "--microbatches", "2", "--budget", "0"),
-    ("why-hung", "run"),
+    ("why-hung", RUN),
 ]
 
 

@@ -290,7 +290,7 @@ def test_a_plan_for_more_ranks_than_cores_is_warned_of(call, monkeypatch: pytest
 def test_a_file_that_is_no_text_is_refused(call, tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(bytes(range(128, 256)))
     result = call("show", "noise")
-    assert "cannot read" in result.output
+    assert "expected JSON or an order" in result.output
     assert result.exit_code == 2
 
 

@@ -83,6 +83,12 @@ def test_a_number_that_is_swept_twice_is_shown_once(call) -> None:
     assert [row["microbatches"] for row in rows] == [4, 8]
 
 
+def test_microbatches_beside_a_sweep_are_refused(call) -> None:
+    result = call("simulate", "1f1b", "--sweep", "4,8", "--microbatches", 16)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("try: --sweep 4,8,16 for all of them\n")
+
+
 def test_schedules_that_want_other_stages_are_left_out_of_all_and_named(call) -> None:
     output = call("simulate", "all", "--stages-per-rank", "3").output
     others = [
@@ -142,7 +148,7 @@ def test_an_order_of_a_file_that_deadlocks_is_refused(call, written) -> None:
     assert "deadlock" in result.output
 
 
-@pytest.mark.parametrize("option", [("--ranks", 3), ("--sweep", "2,4"), ("--microbatches", 4)])
+@pytest.mark.parametrize("option", [("--ranks", 3), ("--sweep", "2,4"), ("--microbatches", 8)])
 def test_sizes_beside_a_file_are_refused(option: tuple[str, object], call, written) -> None:
     written("own.csv", OWN)
     result = call("simulate", "own.csv", *option)

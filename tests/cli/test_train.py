@@ -87,22 +87,25 @@ def slow_loss(output, target):
     return functional.cross_entropy(output, target) + 0 * (output.sum() + torch.zeros(1_000_000)).exp().mean()
 """
 TRAIN = ("train", "model.py:build", "--ranks", "2", "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
-GOOD = (*TRAIN, "--data", "model.py:batches", "--loss", "cross_entropy", "--optimizer", "sgd", "--lr", "0.1")
+WITHOUT_RATE = (*TRAIN, "--data", "model.py:batches", "--loss", "cross_entropy")
+GOOD = (*WITHOUT_RATE, "--optimizer", "sgd", "--lr", "0.1")
 MISTAKES = {
     "no such data function": ((*TRAIN, "--data", "model.py:batchs"), 2, "did you mean batches?"),
     "no such loss": ((*GOOD, "--loss", "cross"), 2, "try: cross_entropy"),
     "no such optimizer": ((*GOOD, "--optimizer", "adamm"), 2, "try: adamw"),
     "an optimizer that is none": (
-        (*GOOD, "--optimizer", "model.py:no_optimizer"),
+        (*WITHOUT_RATE, "--optimizer", "model.py:no_optimizer"),
         5,
         "the function must return an optimizer (function: no_optimizer, got: list)",
     ),
-    "an optimizer that breaks": ((*GOOD, "--optimizer", "model.py:broken_optimizer"), 5, "KeyError: 'groups'"),
+    "an optimizer that breaks": ((*WITHOUT_RATE, "--optimizer", "model.py:broken_optimizer"), 5, "KeyError: 'groups'"),
     "an optimizer that refuses": ((*GOOD, "--optimizer", "sparseadam", "--lr", "0"), 5, "cannot construct SparseAdam"),
     "a rate that is no number": ((*GOOD, "--lr", "nan"), 2, "try: --lr 1e-3"),
     "a norm below zero": ((*GOOD, "--clip", "-1"), 2, "try: --clip 1.0"),
     "no steps": ((*GOOD, "--steps", "0"), 2, "--steps"),
-    "a plan that is no file": ((*GOOD, "--plan", "plan.json"), 2, "plan.json"),
+    "a plan that is no file": ((*GOOD, "--plan", "plan.json"), 2, "no such file or directory)"),
+    "a plan that is another record": ((*GOOD, "--plan", "order.csv"), 2, "must be the file of a plan"),
+    "a rate beside a function": ((*GOOD, "--optimizer", "model.py:no_optimizer"), 2, "--lr has no effect"),
     "a loss and no target": ((*GOOD, "--data", "model.py:inputs_alone"), 5, "try: yield inputs, target"),
     "no loss at all": ((*TRAIN, "--data", "model.py:inputs_alone"), 5, "--loss"),
     "no batches": ((*GOOD, "--data", "model.py:none"), 5, "the data has no batches"),
@@ -117,6 +120,7 @@ MISTAKES = {
 @pytest.fixture(autouse=True)
 def _file(written: Callable[[str, str], Path]) -> None:
     written("model.py", FILE)
+    written("order.csv", "0F0,0B0\n")
 
 
 def plain_losses() -> list[float]:

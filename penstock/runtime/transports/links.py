@@ -297,7 +297,8 @@ def _host_number(directory: Path) -> int:
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
-    return zlib.crc32(f"{host_id()} {network} {directory.absolute()}".encode())
+    # A path may have bytes that are no text in the encoding of file names.
+    return zlib.crc32(f"{host_id()} {network} ".encode() + os.fsencode(directory.absolute()))
 
 
 def _path(directory: Path, number: int) -> Path:
