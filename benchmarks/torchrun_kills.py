@@ -102,19 +102,18 @@ class Torchrun:
         self.process.wait()
         start = time.monotonic()
         while time.monotonic() - start < _END_TIMEOUT_SECONDS:
-            left, free = left_over(self._scratch, self._directory), is_free(self._directory / "saved")
-            if free and not left:
+            left, is_free = left_over(self._scratch, self._directory), _is_free(self._directory / "saved")
+            if is_free and not left:
                 break
             time.sleep(_POLL_SECONDS)
         seconds = time.monotonic() - start
         for name in left:  # they would disturb the next round
             if name.startswith("process"):
                 os.kill(int(name.split()[1]), signal.SIGKILL)
-        return Killed(seconds, free, left)
+        return Killed(seconds, is_free, left)
 
 
-def is_free(directory: Path) -> bool:
-    """Whether nobody holds the lock of a checkpoint directory."""
+def _is_free(directory: Path) -> bool:
     if not directory.exists():
         return True
     number = os.open(directory, os.O_RDONLY)

@@ -3,10 +3,8 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from benchmarks import faults
 from benchmarks.checkpoint_checks import checkpoint_checks
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
-from benchmarks.torchrun_kills import LIMIT_SECONDS, LOADER, is_free, killed_agents
+from benchmarks.torchrun_kills import LIMIT_SECONDS, Torchrun, killed_agents
 from benchmarks.watched_training import is_local, left_over, listeners
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
@@ -212,41 +210,16 @@ def test_torchrun_restarts_a_training_and_forwards_a_stop_signal(training: Short
     assert [metrics.loss for metrics in steps][:STEPS] == list(clean.losses)
 
 
-def test_ranks_and_their_workers_end_with_their_agent_and_release_the_directory(
+def test_ranks_and_their_workers_end_when_torchrun_is_killed_and_release_the_directory(
     training: ShortTraining, tmp_path: Path
 ) -> None:
     for name in ("out", "saved"):
         shutil.rmtree(training.directory / name, ignore_errors=True)
-    (training.directory / "loader.py").write_text(LOADER, encoding="utf-8")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    agent = agent_of_two(training.directory, scratch)
-    wait_until(lambda: len(read_steps(training.directory / "out")) >= 2)
-    os.kill(agent, signal.SIGKILL)
-    os.waitpid(agent, 0)
-    start = time.monotonic()
-    wait_until(lambda: is_free(training.directory / "saved") and not left_over(scratch, training.directory))
-    assert time.monotonic() - start <= LIMIT_SECONDS
-
-
-def agent_of_two(directory: Path, scratch: Path) -> int:
-    """Fork what stands for an agent of torchrun: it starts two ranks with data-loader workers, and then sleeps."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    agent = os.fork()
-    if not agent:
-        try:
-            common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            common |= {"TORCHELASTIC_RUN_ID": "x", "PENSTOCK_SCRATCH": os.fspath(scratch)}
-            command = tuple("loader.py:batches" if word == "model.py:batches" else word for word in COMMAND)
-            for rank in range(2):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                in_a_copy(directory, scratch / f"output{rank}.txt", *LASTING, command=command, **common, **own)
-            while True:
-                signal.pause()
-        finally:
-            os._exit(1)  # an error must not run the other tests a second time
-    return agent
+    torchrun = Torchrun(training, tmp_path)
+    torchrun.wait_for_steps(2)
+    killed = torchrun.kill()
+    assert (killed.is_free, killed.left) == (True, [])
+    assert killed.seconds <= LIMIT_SECONDS
 
 
 @pytest.mark.whole
