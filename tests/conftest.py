@@ -74,8 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.selection import beyond_each_value
 
         left_out = {item for item in items if item.get_closest_marker("whole")}
-        # Tests that count lines are quick, and keep all their combinations: coverage is that of the full products.
-        left_out.update(beyond_each_value([item for item in items if item not in left_out and not _is_traced(item)]))
+        left_out.update(beyond_each_value([item for item in items if item not in left_out]))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     for item in items:

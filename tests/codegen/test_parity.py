@@ -20,11 +20,22 @@ MODELS = (
     "long_skips", "lora", "hooked", "autocast_inside", "autocast_around",
 )
 # fmt: on
+# The code of these has the statements of other models only.
+SAME_STATEMENTS = {
+    *("gpt2", "mixtral", "bert_masked_lm", "vit", "clip", "resnet50", "branches", "tied", "weight_used_twice"),
+    *("batch_norm", "dropout", "lora", "hooked"),
+}
 CASES = [(name, "blocks", "labels") for name in MODELS]
 CASES += [(name, "functions", "plain") for name in ("vit", "unet", "lstm", "control_flow")]
 
 
-@pytest.mark.parametrize(("name", "granularity", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("name", "granularity", "mode"),
+    [
+        pytest.param(*case, marks=pytest.mark.whole if case[0] in SAME_STATEMENTS and case[1] == "blocks" else ())
+        for case in CASES
+    ],
+)
 def test_stages_of_a_file_give_the_outputs_gradients_and_buffers_of_the_model(
     name: str, granularity: str, mode: str, tmp_path: Path, is_whole: bool
 ) -> None:
