@@ -1,5 +1,6 @@
 """Prints results, and turns errors into one message on stderr and an exit code."""
 
+import errno
 import json
 import re
 import warnings
@@ -67,7 +68,8 @@ def exit_on_error() -> Iterator[None]:
         raise  # the reader of stdout is gone, as with `| head`: typer exits silently
     except OSError as error:
         file = f" (file: {error.filename})" if error.filename else ""
-        raise failed(f"{(error.strerror or str(error)).lower()}{file}", RUN_FAILED) from None
+        code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else RUN_FAILED
+        raise failed(f"{(error.strerror or str(error)).lower()}{file}", code) from None
     except KeyboardInterrupt:
         # Not `failed`: ctrl-c may have come while its imports were loading.
         typer.echo("interrupted", err=True)

@@ -92,6 +92,7 @@ MISTAKES = {
         "plan none:build", 2, "expected a file, got a directory", "none/FILE.py:build"
     ),
     "a model that changes": Mistake("plan model.py:clock --ranks 2", 3, "runs differently each time", "turn it"),
+    "a file of too long a name": Mistake(f"plan {'a' * 300}.py:build", 2, "file name too long"),
     # numbers and names
     "too few samples": Mistake(f"{PLAN} --microbatches 9", 2, "(samples: 8, microbatches: 9)", "--microbatches 8"),
     "no microbatches": Mistake(f"{PLAN} --microbatches 0", 2, "must be a whole number, 1 or more", "--microbatches 4"),
@@ -194,6 +195,7 @@ MISTAKES = {
         "explain three.csv", 2, "only a plan can be explained (got: Schedule)", "penstock plan"
     ),
     "a file with another name": Mistake("show plann.json", 2, "no such file", "did you mean plan.json?"),
+    "a file of too long a name to show": Mistake(f"show {'a' * 300}", 2, "file name too long"),
     "a directory to show": Mistake("show none", 2, "(file: none, reason: is a directory)", "a file in it"),
     "a view as JSON": Mistake(
         "show three.csv --view table --json", 2, "--json prints the record", "--view chrome without --json"
