@@ -206,6 +206,12 @@ MISTAKES = {
         "cannot be drawn as PNG (view: table, file: table.png)",
         "--view timeline or memory",
     ),
+    "a picture of another format": Mistake(
+        "show three.csv --view timeline --out a.gif", 2, "must end in .svg or .png, got .gif (file: a.gif)", "a.svg"
+    ),
+    "a model as PNG": Mistake("capture model.py:build --svg a.png", 2, "must end in .svg, got .png", "a.svg"),
+    "an SVG as PNG": Mistake("simulate gpipe --png a.SVG", 2, "must end in .png, got .SVG", "a.png"),
+    "a PNG as SVG": Mistake("simulate gpipe --memory-svg a.png", 2, "must end in .svg, got .png", "a.svg"),
     # what is written
     "a missing directory": Mistake("simulate --svg no/a.svg", 2, "does not exist", "mkdir -p no"),
     "a directory in the way": Mistake(
