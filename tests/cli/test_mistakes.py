@@ -168,6 +168,8 @@ MISTAKES = {
     "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "must be a list of numbers", "--sweep 4,8,16"),
     "a negative time": Mistake("simulate gpipe --forward -1", 2, "forward must be a finite number, 0 or more"),
     "an enormous time": Mistake("simulate zbv --forward 1e308", 2, "forward must be at most 1e+100"),
+    "an enormous latency": Mistake("simulate gpipe --latency 1e308", 2, "latency must be at most 1e+100"),
+    "hardly any bandwidth": Mistake(f"{PLAN} --bandwidth 1e-305", 2, "bandwidth must be at least 1e-100"),
     "a time that is no number": Mistake("simulate gpipe --latency nan", 2, "latency must be finite seconds"),
     "more overlap than there is": Mistake("simulate gpipe --overlap 2", 2, "overlap must be a share between 0 and 1"),
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),
