@@ -131,7 +131,7 @@ MISTAKES = {
         "plan model.py:build --devices 8 --tensor-parallel 3",
         2,
         "tensor_parallel must divide the devices",
-        "tensor_parallel=8",
+        "--tensor-parallel 8",
     ),
     "links of other devices": Mistake(
         "plan model.py:build --devices 8 --per-node 4", 2, "--devices has the links of --device", "leave out"
