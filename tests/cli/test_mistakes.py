@@ -175,6 +175,9 @@ MISTAKES = {
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),
     "one CSV for all": Mistake("simulate --csv a.csv", 2, "needs a single schedule", "simulate gpipe --csv a.csv"),
     "one bad cell": Mistake("check cell.csv", 2, "(file: cell.csv, row: 2, column: 3, cell: '1X0')", "such as 2F0"),
+    "a CSV that is not there": Mistake(
+        f"{PLAN} --schedule missing.csv", 2, "(file: missing.csv, reason: no such file or directory)"
+    ),
     "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "must have the requested sizes", "--ranks 3"),
     "orders that block": Mistake("check stuck.csv", 2, "rank 1 is blocked at 1F1 (position 1), which needs 0F1"),
     "an empty CSV": Mistake("check empty.csv", 2, "a schedule must have at least one row"),
