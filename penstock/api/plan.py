@@ -40,6 +40,7 @@ from penstock.planner import (
     AUTO,
     DevicePool,
     DeviceSearch,
+    Measured,
     PartitionerChoice,
     PlanOptions,
     ScheduleChoice,
@@ -56,8 +57,11 @@ _MIN_DEVICES_SHARE = 0.5  # the least for searching, with `devices`
 # The share and the least seconds after which nodes are not timed again; they are timed three times in any case.
 _MEASURE_SHARE, _MIN_MEASURE_SECONDS = 0.4, 1.5
 _MICROBATCHES_PER_RANK = (4, 1, 2, 8)  # those that "auto" considers, the usual number first
-# For `devices`: samples of a microbatch, devices of a node, and degrees of tensor parallelism.
+# For `devices`: samples of a microbatch that are always tried, devices of a node, and degrees of tensor parallelism.
 _MICROBATCH_SIZES, _PER_NODE, _DEGREES = (1, 2, 4), 8, (1, 2, 4, 8)
+# Larger microbatches have this many times the samples of the one before, and are tried as long as a sample of the last
+# one takes at most this share of the time of a sample of the one before it.
+_LARGER, _FASTER = 4, 0.95
 
 
 def plan(
@@ -349,7 +353,7 @@ def _plan_devices(
     split_layers: TensorParallel,
     preset: Device | None,
 ) -> Plan:
-    """Searches replicas x pipeline ranks x tensor parallelism, with microbatches of 1, 2 and 4 samples."""
+    """Searches replicas x pipeline ranks x tensor parallelism x samples of a microbatch."""
     count = as_int(devices)
     if count is None or not 1 <= count <= MAX_RANKS:
         raise PlanError("devices must be a whole number, 1 or more", got=repr(devices), limit=MAX_RANKS)
@@ -362,12 +366,13 @@ def _plan_devices(
             raise PlanError("tensor_parallel must divide the devices", hint=hint, **sizes)
         degrees = (degree,)
     start, samples = time.monotonic(), batch.num_samples(MAX_MICROBATCHES)
-    samples_each = [size for size in _MICROBATCH_SIZES if samples % size == 0]
-    measured = {size: batch.measured([samples // size])[samples // size] for size in samples_each}
+    # With one microbatch for every device, none idles if all are replicas.
+    most = min(samples * max(degrees) // count, samples)
+    measured = _measured_sizes(batch, samples, most, start + _SEARCH_END_SHARE * options.budget_seconds)
     pool = DevicePool(count, min(options.cluster.limits, default=None))
     if preset is not None:
         dtypes = Counter[str]()
-        for value in measured[samples_each[0]].graph.parameters:
+        for value in measured[1].graph.parameters:
             dtypes[value.spec.dtype] += value.spec.bytes
         peak = preset.peak_flops(dtypes.most_common(1)[0][0] if dtypes else "float32")
         within, across = find_link(preset.within), find_link(preset.across)
@@ -378,6 +383,24 @@ def _plan_devices(
     with progress("planning") as update:
         found = DeviceSearch(measured, options, pool, samples, replace(split_layers, degrees=degrees), update).best()
     return replace(found, split=tuple(batch.rules.items()))
+
+
+def _measured_sizes(batch: ExampleBatch, samples: int, most: int, end: float) -> dict[int, Measured]:
+    """Measured microbatches by their samples: small ones, and larger ones as long as they take less time per sample.
+
+    The costs of a pass that do not depend on its samples make a step of many small microbatches slow. No larger one is
+    measured after `end`.
+    """
+    sizes = [size for size in _MICROBATCH_SIZES if samples % size == 0]
+    measured = {size: batch.measured([samples // size])[samples // size] for size in sizes}
+    while len(sizes) > 1 and time.monotonic() < end:
+        before, last = (sum(cost.seconds for cost in measured[size].profile.costs) / size for size in sizes[-2:])
+        size = _LARGER * sizes[-1]
+        if last > _FASTER * before or size > most or samples % size:
+            break
+        sizes.append(size)
+        measured[size] = batch.measured([samples // size])[samples // size]
+    return measured
 
 
 def _microbatch_counts(options: PlanOptions, batch: ExampleBatch) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from penstock.cli.files import check_targets, write
+from penstock.cli.files import check_picture, check_targets, write
 from penstock.cli.models import Model, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import echo, note, print_json, print_view
@@ -39,6 +39,7 @@ def capture(
     from penstock.views import Model as ModelView
 
     check_targets((svg,), source=source_of(target))
+    check_picture(svg, ".svg")
     with build_model(target, example) as (model, args, kwargs):
         with user_errors("the model failed on the batch while it was recorded", source_of(target), CaptureError):
             captured = penstock.capture(model, args, kwargs, depth=depth, basic_blocks=block or ())

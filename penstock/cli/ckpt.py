@@ -40,6 +40,7 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     checkpoint that a run would resume from.
     """
     from penstock.checkpoint import verify_checkpoints
+    from penstock.ir import counted
 
     results = verify_checkpoints(path)
     good = [result.name for result in results if not result.problem]
@@ -51,7 +52,8 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
             echo(f"{result.name}: {result.problem or f'good, {result.files} files, {result.bytes:,} bytes'}")
     if len(good) == len(results):
         return
-    problem = "a checkpoint is damaged" if len(results) == 1 else f"{len(results) - len(good)} checkpoints are damaged"
+    number = len(results) - len(good)
+    problem = f"{number} of {counted(len(results), 'checkpoint')} {'is' if number == 1 else 'are'} damaged"
     hint = f"a run resumes from {good[0]}" if good else "no checkpoint here is good"
     raise CheckpointError(problem, path=path, hint=hint)
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FormatError, PenstockError
+from penstock.errors import FormatError, PenstockError, ViewError
 
 _ORDER_SUFFIXES = (".csv", ".txt", "")
 _WRITTEN = "JSON that penstock wrote, or an order in a file that ends in .csv"
@@ -76,6 +76,16 @@ def check_targets(targets: Iterable[Path | None], source: Path | None = None) ->
         raise PenstockError("the output would overwrite its input", file=source, hint="another name")
     if twice := next((first for first, second in combinations(paths, 2) if _same_file(first, second)), None):
         raise PenstockError("two outputs must not be the same file", file=twice, hint="a name for each")
+
+
+def check_picture(path: Path | None, *endings: str) -> None:
+    """Refuse a file whose name ends like another format; one without an ending, such as a device, gets the first."""
+    if path is None:
+        return
+    ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if ending and ending.lower() not in endings:
+        problem = f"the name of the picture must end in {' or '.join(endings)}, got {ending}"
+        raise ViewError(problem, file=path, hint=str(path.with_suffix(endings[0])))
 
 
 def _same_file(first: Path, second: Path) -> bool:

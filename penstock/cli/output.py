@@ -1,5 +1,6 @@
 """Prints results, and turns errors into one message on stderr and an exit code."""
 
+import errno
 import json
 import re
 import warnings
@@ -39,6 +40,8 @@ _MAX_MESSAGE = 20_000  # of a longer message, such as an error of the user's cod
 _FLAGS = {
     **{field.name: field.name for field in fields(TrainOptions)},
     **{name: name for name in ("ranks", "microbatches", "stages_per_rank", "in_flight", "depth", "recompute")},
+    **{name: name for name in ("schedule", "partitioner", "memory", "vocabulary_shards", "devices", "tensor_parallel")},
+    **{name: name for name in ("shard_optimizer", "sequence_parallel", "overlap_collectives")},
     **{name: name for name in ("forward", "input_grad", "weight_grad", "latency", "overlap", "activation_bytes")},
     "budget_seconds": "budget",
     "basic_blocks": "block",
@@ -46,6 +49,13 @@ _FLAGS = {
 _KEYWORD = re.compile(rf"\b({'|'.join(_FLAGS)})=(\"?)(\w[\w.]*)\2")
 _SLOWNESS = re.compile(r"\bslowness=\(([^)]*)\)")
 _BLOCKS = re.compile(r"\bbasic_blocks(=\[[^]]*\])?")
+_TEXTS = {
+    "or None": "or leave it out",
+    "loss_fn=...": "--loss NAME",
+    "a target of the loss function is given by name: pipe.step(x, target=y)": (
+        "--loss NAME, if a batch is a pair of inputs and target"
+    ),
+}
 
 
 @contextmanager
@@ -54,20 +64,21 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except (CaptureError, PartitionError) as error:
-        raise failed(_with_flags(error), CANNOT_CUT) from None
+        raise failed(_message(error), CANNOT_CUT) from None
     except FitError as error:
-        raise failed(_with_flags(error), DOES_NOT_FIT) from None
+        raise failed(_message(error), DOES_NOT_FIT) from None
     except RunError as error:
-        raise failed(_with_flags(error), RUN_FAILED) from None
+        raise failed(_message(error), RUN_FAILED) from None
     except CheckpointError as error:
-        raise failed(_with_flags(error), BAD_CHECKPOINT) from None
+        raise failed(_message(error), BAD_CHECKPOINT) from None
     except PenstockError as error:
-        raise failed(_with_flags(error), BAD_INPUT) from None
+        raise failed(_message(error), BAD_INPUT) from None
     except BrokenPipeError:
         raise  # the reader of stdout is gone, as with `| head`: typer exits silently
     except OSError as error:
         file = f" (file: {error.filename})" if error.filename else ""
-        raise failed(f"{(error.strerror or str(error)).lower()}{file}", RUN_FAILED) from None
+        code = BAD_INPUT if error.errno == errno.ENAMETOOLONG else RUN_FAILED
+        raise failed(f"{(error.strerror or str(error)).lower()}{file}", code) from None
     except KeyboardInterrupt:
         # Not `failed`: ctrl-c may have come while its imports were loading.
         typer.echo("interrupted", err=True)
@@ -83,12 +94,24 @@ def failed(message: str, code: int) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _with_flags(error: PenstockError) -> str:
-    """The message, with Python arguments of the hint as options: `--stages-per-rank 2` for `stages_per_rank=2`."""
-    hint = _KEYWORD.sub(lambda found: f"--{_FLAGS[found[1]].replace('_', '-')} {found[3]}", error.hint)
+def _message(error: PenstockError) -> str:
+    """The message, with the hint for the command line."""
+    return str(error).removesuffix(error.hint) + with_flags(error.hint)
+
+
+def with_flags(hint: str) -> str:
+    """A hint with Python arguments as options: `--stages-per-rank 2` for `stages_per_rank=2`."""
+    hint = _KEYWORD.sub(_flag, hint)
     hint = _SLOWNESS.sub(lambda found: f"--slowness {found[1].replace(', ', ',')}", hint)
     hint = _BLOCKS.sub("--block NAME", hint)
-    return str(error).removesuffix(error.hint) + hint
+    for text, replaced in _TEXTS.items():
+        hint = hint.replace(text, replaced)
+    return hint
+
+
+def _flag(found: "re.Match[str]") -> str:
+    name, value = f"--{_FLAGS[found[1]].replace('_', '-')}", found[3]
+    return {"None": f"no {name}", "True": name}.get(value, f"{name} {value}")
 
 
 def echo(text: str = "", *, end: str = "\n", file: "IO[str] | None" = None, err: bool = False) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cli.output import BAD_CHECKPOINT, RUN_FAILED, failed, note
+from penstock.cli.output import BAD_CHECKPOINT, RUN_FAILED, failed, note, with_flags
 from penstock.cli.training_job import AUTO, PLAN_OPTIONS, CheckpointFlags, Job, run_rank
 from penstock.errors import CheckpointError, DamagedError, PenstockError, RunError
 
@@ -157,7 +157,8 @@ class Supervisor:
                 decision = controller.decide(failure, self._newest)
                 if decision.end or self._stop or not self._flags.restart_policy.restarts:
                     # An error raised on purpose explains itself; its traceback is not shown.
-                    text = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
+                    text, tries, hint = (error.rank_message or str(error)).partition("\ntry: ")
+                    text += tries + with_flags(hint)
                     reason = f"\nnot restarted: {decision.end}" if decision.end else ""
                     is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
                     raise failed(text + reason, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED) from None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from penstock.cli.files import check_targets, read_record, write
+from penstock.cli.files import check_picture, check_targets, read_record, write
 from penstock.cli.options import AsJson
 from penstock.cli.output import echo, note, print_rich, print_table, print_view
 from penstock.errors import ScheduleError, ViewError
@@ -96,6 +96,8 @@ def _show_view(record: Any, name: str | None, out: Path | None) -> None:
     if as_png and name not in drawn:
         raise ViewError("this view cannot be drawn as PNG", view=name, file=out, hint=f"--view {' or '.join(drawn)}")
     view = VIEWS[name](**({"format": "png"} if as_png else {}))
+    if view.suffix in (".svg", ".png"):
+        check_picture(out, *((".svg", ".png") if name in drawn else (".svg",)))
     subject = _subject(record, view.record)
     if out:
         write(out, view(subject))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from penstock.cli.files import check_targets, read_record, write
+from penstock.cli.files import check_picture, check_targets, read_record, write
 from penstock.cli.options import AsJson, Given, Outputs, Sizes, Times
 from penstock.cli.output import note, print_json, print_view
 from penstock.errors import FormatError, PenstockError
@@ -62,6 +62,9 @@ def simulate(
     from penstock.views import Table, Terminal
 
     check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
+    for picture in (outputs.svg, outputs.memory_svg):
+        check_picture(picture, ".svg")
+    check_picture(outputs.png, ".png")
     left_out: list[str] = []
     path = Path(name)
     # A schedule has precedence over a file of the same name, which is given as ./NAME.

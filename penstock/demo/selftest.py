@@ -139,7 +139,8 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
     """Run all parts on `ranks` processes, each with a device of that type.
 
     Raises:
-        RunError: if there are not enough devices, or a part cannot run at all
+        PlanError: if there are not enough devices
+        RunError: if a part cannot run at all
     """
     # Other work on the cores explains a step that takes longer than predicted.
     began, load = time.monotonic(), os.getloadavg()[0]

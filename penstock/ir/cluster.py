@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, is_count, is_finite, parse_bytes
-from penstock.ir.costs import StageCosts
+from penstock.ir.costs import LARGEST, StageCosts
 from penstock.ir.orders import Floats, Ints
 from penstock.ir.overhead import Overhead
 from penstock.ir.placement import Cuts, Placement
@@ -139,9 +139,13 @@ class Replicas:
 def _check_link(latency: float, bandwidth: float | None) -> None:
     if not is_finite(latency) or latency < 0:
         raise CostError("latency must be finite seconds, 0 or more", latency=repr(latency))
+    if latency > LARGEST:
+        raise CostError(f"latency must be at most {LARGEST:g}", latency=repr(latency))
     if bandwidth is not None and (not is_finite(bandwidth) or bandwidth <= 0):
         hint = "a number of bytes per second such as 10e9, or None for infinite"
         raise CostError("bandwidth must be finite bytes per second, above 0", bandwidth=repr(bandwidth), hint=hint)
+    if bandwidth is not None and bandwidth < 1 / LARGEST:
+        raise CostError(f"bandwidth must be at least {1 / LARGEST:g}", bandwidth=repr(bandwidth))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from penstock.ir.placement import MAX_STAGES, Placement
 from penstock.ir.profile import BYTES, NODE_SECONDS, PASS_NAMES, SECONDS, Profile, term_names
 from penstock.ir.training_state import StateBytes, TrainingState
 
-_LARGEST = 1e100
+LARGEST = 1e100
 """sums and products of seconds and bytes up to this are finite"""
 StageSeconds: TypeAlias = "float | tuple[float, ...]"
 """seconds of a stage: one number for all microbatches, or a tuple with a number per microbatch"""
@@ -273,8 +273,8 @@ def _entry(name: str, stage: int, value: Any) -> Any:
     for each in values:
         if not is_finite(each) or each < 0:
             raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(each))
-        if each > _LARGEST:
-            raise CostError(f"{name} must be at most {_LARGEST:g}", stage=stage, value=repr(each))
+        if each > LARGEST:
+            raise CostError(f"{name} must be at most {LARGEST:g}", stage=stage, value=repr(each))
     if not values:
         raise CostError(f"{name} must have a number per microbatch, or one for all", stage=stage, got="()")
     return value

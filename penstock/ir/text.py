@@ -87,7 +87,7 @@ def read_orders(source: str | Path) -> Orders:
             # Spreadsheets write a byte order mark.
             source = Path(source).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
-            raise FormatError("cannot read the schedule file", path=source, reason=error) from None
+            raise FormatError("cannot read the schedule file", file=source, reason=_reason(error)) from None
     # In plain text blanks separate cells.
     source = _PAIR.sub(_without_blanks, source)
     if "," in source or not re.search(r"\S[ \t]+\S", source):
@@ -147,12 +147,21 @@ def write_csv(orders: Orders, path: str | Path | None = None) -> str:
     return buffer.getvalue()
 
 
+def _reason(error: Exception) -> str:
+    """What an error says, without its number and without the name of a file, which may be a temporary one."""
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def write_atomic(path: str | Path, document: str | bytes) -> None:
     """Write a document with `replace_file`; raises FormatError if that fails."""
     try:
         replace_file(Path(path), document.encode() if isinstance(document, str) else document)
     except (OSError, ValueError, TypeError) as error:
-        raise FormatError("cannot write the file", file=path, reason=error) from None
+        reason, hint = _reason(error), ""
+        if isinstance(error, FileNotFoundError):
+            directory = Path(path).parent
+            reason, hint = f"no such directory: {directory}", f"mkdir -p {directory}"
+        raise FormatError("cannot write the file", file=path, reason=reason, hint=hint) from None
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import RunError
+from penstock.errors import PlanError
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -18,17 +18,17 @@ def num_cores() -> int:
 
 
 def check_devices(kind: str, processes: int) -> None:
-    """Raise RunError if this machine has no device of type `kind`, or fewer of them than local processes."""
+    """Raise PlanError if this machine has no device of type `kind`, or fewer of them than local processes."""
     if kind == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind:
         found = "cpu" if accelerator is None else accelerator.type
-        raise RunError("device must be one of this machine", got=kind, found=found, hint=f"--device {found}")
+        raise PlanError("device must be one of this machine", got=kind, found=found, hint=f"--device {found}")
     count = torch.accelerator.device_count()
     if count < processes:
         hint = f"--ranks {count}" if count > 1 else "--device cpu"
-        raise RunError("every rank needs a device of its own", ranks=processes, devices=count, hint=hint)
+        raise PlanError("every rank needs a device of its own", ranks=processes, devices=count, hint=hint)
 
 
 def use_local_device(kind: str) -> torch.device:

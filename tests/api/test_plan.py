@@ -159,3 +159,16 @@ def test_a_loss_function_beside_a_forward_that_takes_the_target_is_ambiguous():
     made = penstock.plan(model, (X, X), ranks=2, microbatches=4, schedule="1f1b")
     with pytest.raises(RunError, match="both a loss_fn and the model's forward take the target"):
         penstock.Pipeline(model, made, loss_fn=nn.functional.mse_loss, local=True)
+
+
+def layout_sizes(speed):
+    """The samples of a microbatch in the chosen layout of four devices, and those of all layouts."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    asked = {"schedule": "1f1b", "stages_per_rank": 1, "budget_seconds": 2.0}
+    layouts = penstock.plan(model, (torch.randn(256, 64),), devices=4, speed=speed, **asked).search.layouts
+    return layouts[0].samples, {each.samples for each in layouts}
+
+
+def test_larger_microbatches_are_tried_as_long_as_they_are_faster_per_sample():
+    assert layout_sizes(penstock.DeviceSpeed(1e15, 1e15, operation_seconds=1e-3)) == (64, {1, 2, 4, 16, 64})
+    assert layout_sizes(penstock.DeviceSpeed(1e6, 1e15))[1] == {1, 2, 4}

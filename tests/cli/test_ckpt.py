@@ -49,6 +49,7 @@ def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
     assert result.exit_code == 6
     assert "step-000002: the size of a file has changed" in result.output
     assert "step-000001: good" in result.output
+    assert "1 of 2 checkpoints is damaged" in result.output
     assert "resumes from step-000001" in result.output
     document = json.loads(call("ckpt", "verify", checkpoints, "--json").output)
     assert document["newest_good"] == "step-000002"
@@ -94,6 +95,19 @@ def test_an_exported_model_is_loaded_by_from_pretrained_with_equal_outputs(call:
     assert "must be empty" in call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out").output
     given = call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "two", "--config", tmp_path / "out", "--json")
     assert json.loads(given.stdout)["model"] == "LlamaForCausalLM"
+
+
+def test_a_damaged_checkpoint_is_not_exported(call: Any, tmp_path: Path) -> None:
+    saved_llama(tmp_path / "run")
+    (weights,) = (tmp_path / "run").rglob("stage-001.safetensors")
+    content = weights.read_bytes()
+    for damage, problem in ((content[:-1], "size of a file"), (content[:-1] + b"\0", "changed")):
+        weights.write_bytes(damage)
+        result = call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out")
+        assert result.exit_code == 6
+        assert problem in result.output
+        assert "stage-001.safetensors" in result.output
+        assert not (tmp_path / "out").exists()
 
 
 def test_without_a_configuration_nothing_is_exported(checkpoints: Path, call: Any, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ MISTAKES = {
         "plan none:build", 2, "expected a file, got a directory", "none/FILE.py:build"
     ),
     "a model that changes": Mistake("plan model.py:clock --ranks 2", 3, "runs differently each time", "turn it"),
+    "a file of too long a name": Mistake(f"plan {'a' * 300}.py:build", 2, "file name too long"),
     # numbers and names
     "too few samples": Mistake(f"{PLAN} --microbatches 9", 2, "(samples: 8, microbatches: 9)", "--microbatches 8"),
     "no microbatches": Mistake(f"{PLAN} --microbatches 0", 2, "must be a whole number, 1 or more", "--microbatches 4"),
@@ -130,7 +131,7 @@ MISTAKES = {
         "plan model.py:build --devices 8 --tensor-parallel 3",
         2,
         "tensor_parallel must divide the devices",
-        "tensor_parallel=8",
+        "--tensor-parallel 8",
     ),
     "links of other devices": Mistake(
         "plan model.py:build --devices 8 --per-node 4", 2, "--devices has the links of --device", "leave out"
@@ -167,11 +168,16 @@ MISTAKES = {
     "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "must be a list of numbers", "--sweep 4,8,16"),
     "a negative time": Mistake("simulate gpipe --forward -1", 2, "forward must be a finite number, 0 or more"),
     "an enormous time": Mistake("simulate zbv --forward 1e308", 2, "forward must be at most 1e+100"),
+    "an enormous latency": Mistake("simulate gpipe --latency 1e308", 2, "latency must be at most 1e+100"),
+    "hardly any bandwidth": Mistake(f"{PLAN} --bandwidth 1e-305", 2, "bandwidth must be at least 1e-100"),
     "a time that is no number": Mistake("simulate gpipe --latency nan", 2, "latency must be finite seconds"),
     "more overlap than there is": Mistake("simulate gpipe --overlap 2", 2, "overlap must be a share between 0 and 1"),
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),
     "one CSV for all": Mistake("simulate --csv a.csv", 2, "needs a single schedule", "simulate gpipe --csv a.csv"),
     "one bad cell": Mistake("check cell.csv", 2, "(file: cell.csv, row: 2, column: 3, cell: '1X0')", "such as 2F0"),
+    "a CSV that is not there": Mistake(
+        f"{PLAN} --schedule missing.csv", 2, "(file: missing.csv, reason: no such file or directory)"
+    ),
     "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "must have the requested sizes", "--ranks 3"),
     "orders that block": Mistake("check stuck.csv", 2, "rank 1 is blocked at 1F1 (position 1), which needs 0F1"),
     "an empty CSV": Mistake("check empty.csv", 2, "a schedule must have at least one row"),
@@ -194,6 +200,7 @@ MISTAKES = {
         "explain three.csv", 2, "only a plan can be explained (got: Schedule)", "penstock plan"
     ),
     "a file with another name": Mistake("show plann.json", 2, "no such file", "did you mean plan.json?"),
+    "a file of too long a name to show": Mistake(f"show {'a' * 300}", 2, "file name too long"),
     "a directory to show": Mistake("show none", 2, "(file: none, reason: is a directory)", "a file in it"),
     "a view as JSON": Mistake(
         "show three.csv --view table --json", 2, "--json prints the record", "--view chrome without --json"
@@ -204,6 +211,12 @@ MISTAKES = {
         "cannot be drawn as PNG (view: table, file: table.png)",
         "--view timeline or memory",
     ),
+    "a picture of another format": Mistake(
+        "show three.csv --view timeline --out a.gif", 2, "must end in .svg or .png, got .gif (file: a.gif)", "a.svg"
+    ),
+    "a model as PNG": Mistake("capture model.py:build --svg a.png", 2, "must end in .svg, got .png", "a.svg"),
+    "an SVG as PNG": Mistake("simulate gpipe --png a.SVG", 2, "must end in .png, got .SVG", "a.png"),
+    "a PNG as SVG": Mistake("simulate gpipe --memory-svg a.png", 2, "must end in .svg, got .png", "a.svg"),
     # what is written
     "a missing directory": Mistake("simulate --svg no/a.svg", 2, "does not exist", "mkdir -p no"),
     "a directory in the way": Mistake(

@@ -48,10 +48,18 @@ def test_an_interrupt_ends_with_130_and_one_word(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_hints_are_spelled_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        ("stages_per_rank=2, or basic_blocks=Layer, or other=3", "--stages-per-rank 2, or --block Layer, or other=3"),
+        ("vocabulary_shards=None, or shard_optimizer=True", "no --vocabulary-shards, or --shard-optimizer"),
+        ("10e9, or None for infinite", "10e9, or leave it out for infinite"),
+    ],
+)
+def test_hints_are_spelled_as_commands(hint: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), exit_on_error():
-        raise PenstockError("too few", hint="stages_per_rank=2, or basic_blocks=Layer, or other=3")
-    assert capsys.readouterr().err == "too few\ntry: --stages-per-rank 2, or --block Layer, or other=3\n"
+        raise PenstockError("too few", hint=hint)
+    assert capsys.readouterr().err == f"too few\ntry: {shown}\n"
 
 
 def test_the_package_can_be_run() -> None:

@@ -74,7 +74,7 @@ def test_the_page_is_markdown_that_can_be_posted() -> None:
 def test_a_device_that_is_not_here_is_refused(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
     result = call("selftest", "--device", "cuda")
-    assert result.exit_code == 5
+    assert result.exit_code == 2
     assert result.stderr.startswith("device must be one of this machine (got: cuda, found: cpu)\ntry: --device cpu")
 
 

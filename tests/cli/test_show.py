@@ -100,8 +100,9 @@ def test_every_view_of_the_table_can_be_shown_and_written(view: str, call, tmp_p
     file = "profile.json" if VIEWS[view].record is Profile else "run.json"
     shown = call("show", file, "--view", view)
     assert shown.exit_code == 0
-    assert call("show", file, "--view", view, "--out", "view.txt").exit_code == 0
-    text = (tmp_path / "view.txt").read_text()
+    name = f"view{VIEWS[view]().suffix}"
+    assert call("show", file, "--view", view, "--out", name).exit_code == 0
+    text = (tmp_path / name).read_text()
     # The terminal view is as wide as the terminal, which a file is not.
     assert text if view == "terminal" else text == shown.output.removesuffix("\n")
     assert f" {view}" in call("show", "--help").output.replace("\n ", " ")

@@ -108,6 +108,11 @@ MISTAKES = {
     "a rate beside a function": ((*GOOD, "--optimizer", "model.py:no_optimizer"), 2, "--lr has no effect"),
     "a loss and no target": ((*GOOD, "--data", "model.py:inputs_alone"), 5, "try: yield inputs, target"),
     "no loss at all": ((*TRAIN, "--data", "model.py:inputs_alone"), 5, "--loss"),
+    "a target and no loss": (
+        (*TRAIN, "--data", "model.py:batches"),
+        5,
+        "--loss NAME, if a batch is a pair of inputs and target",
+    ),
     "no batches": ((*GOOD, "--data", "model.py:none"), 5, "the data has no batches"),
     "data that is none": ((*GOOD, "--data", "model.py:number"), 2, "the data function must return batches"),
     "data that breaks": ((*GOOD, "--data", "model.py:broken"), 5, "KeyError: 'page 3'"),

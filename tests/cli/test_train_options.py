@@ -60,7 +60,7 @@ MISTAKES = {
     "more replicas than samples": (("--replicas", "9"), 2, "try: --replicas 8, or a batch with more samples"),
     "a device of another kind": (("--device", "tpu"), 2, "try: --device cpu or --device cuda"),
     "a device of plan": (("--device", "h100"), 2, "--device of `penstock plan` names a device to predict for"),
-    "no GPU": (("--device", "cuda"), 5, "device must be one of this machine (got: cuda, found: cpu)"),
+    "no GPU": (("--device", "cuda"), 2, "device must be one of this machine (got: cuda, found: cpu)"),
     "replicas and fewer ranks": (
         ("--replicas", "2", "--checkpoint", "saved", "--min-ranks", "1"),
         2,

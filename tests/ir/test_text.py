@@ -204,7 +204,7 @@ def test_a_line_that_names_a_file_is_its_path(name, tmp_path, monkeypatch):
 
 def test_a_text_that_cannot_be_written_is_refused_and_the_old_one_stays(tmp_path):
     table = Orders.of([[Forward(0, 0)]])
-    with pytest.raises(FormatError, match=r"cannot write the file \(file: /nonexist/x, reason: .*No such file"):
+    with pytest.raises(FormatError, match=r"the file \(file: /nonexist/x, reason: no such directory: /nonexist\)"):
         write_csv(table, "/nonexist/x")
     with pytest.raises(FormatError, match="cannot write the file"):
         write_csv(table, tmp_path)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import RunError
+from penstock.errors import PlanError
 from penstock.launch import check_devices, group_device, num_cores, pipeline_mesh, use_local_device
 
 
@@ -16,7 +16,7 @@ def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     check_devices("cuda", 3)
-    with pytest.raises(RunError, match=r"needs a device of its own \(ranks: 4, devices: 3\)\ntry: --ranks 3"):
+    with pytest.raises(PlanError, match=r"needs a device of its own \(ranks: 4, devices: 3\)\ntry: --ranks 3"):
         check_devices("cuda", 4)
 
 
