@@ -377,7 +377,7 @@ def test_mistakes_with_tensor_parallel_ranks_are_refused_on_every_rank(pools):
         assert "is NaN or Inf" in infinite
         assert "called clip_grad_norm_" in calls
         assert "norm.weight" in norms or "norm.bias" in norms
-        assert "differs between tensor-parallel ranks" in norms
+        assert "must be equal on all tensor-parallel ranks" in norms
         assert "disagree about the values that pass between the stages" in parts
         assert "mixed torch.Tensor and DTensor" in dtensors
         assert "tensor-parallel ranks start with different weights (tensor ranks: (0, 1))" in weights
