@@ -188,8 +188,8 @@ class Chunk:
 class LossMessages:
     """Sends the losses and weights of each batch from the last rank to all others, without waiting."""
 
-    def __init__(self, groups: ProcessGroups, last_rank: int) -> None:
-        self._groups, self._last_rank = groups, last_rank
+    def __init__(self, groups: ProcessGroups, last_rank: int, tag: int) -> None:
+        self._groups, self._last_rank, self._tag = groups, last_rank, tag
         self._started: deque[tuple[Tensor, list[Any]]] = deque()
 
     def start(self, losses_and_weights: Sequence[float], count: int) -> None:
@@ -198,9 +198,9 @@ class LossMessages:
         works, groups = [], self._groups
         if not groups.is_local and groups.rank == self._last_rank:
             others = (rank for rank in range(groups.num_ranks) if rank != groups.rank)
-            works = [groups.start(groups.control.send, [values], rank, LOSS_TAG) for rank in others]
+            works = [groups.start(groups.control.send, [values], rank, self._tag) for rank in others]
         elif not groups.is_local:
-            works = [groups.start(groups.control.recv, [values], self._last_rank, LOSS_TAG)]
+            works = [groups.start(groups.control.recv, [values], self._last_rank, self._tag)]
         self._started.append((values, works))
 
     def finish(self) -> list[float]:
@@ -244,7 +244,7 @@ class AsyncEngine(Engine):
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.concurrent(number) for number in range(1, self._lag + 2)]
-        self._losses = LossMessages(self._groups, self._last_rank)
+        self._losses = LossMessages(self._groups, self._last_rank, LOSS_TAG + sync.tag_offset)
         self._streams: dict[Cuts, Stream] = {}
         self._stream_of(plan.cuts)
         self._free_chunks: dict[object, list[Chunk]] = {}
@@ -377,6 +377,7 @@ class AsyncEngine(Engine):
                 for program in chunk.rank_programs:
                     program.clear()
             self._stream_transport.clear()
+            self._sync.abandon_messages()
             self._losses.clear()
             for weights in self.weights.values():
                 weights.restore()
