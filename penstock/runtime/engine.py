@@ -27,7 +27,7 @@ from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact,
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
-from penstock.runtime.agreement import Agreement
+from penstock.runtime.agreement import Agreement, autocast_options
 from penstock.runtime.batch_comparison import BatchComparison
 from penstock.runtime.executor import (
     ActionTimes,
@@ -425,8 +425,13 @@ class Engine:
         The rank of the last stage may have the target instead.
         """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
+        # For a known shape the other ranks find recordings by their number, whatever their own autocast is.
         agreement = Agreement.of_options(
-            {"microbatches": self._plan.num_microbatches, "number of batch shapes so far": sender.num_signatures}
+            {
+                "microbatches": self._plan.num_microbatches,
+                "number of batch shapes so far": sender.num_signatures,
+                **autocast_options(self._model_part.device.type),
+            }
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
