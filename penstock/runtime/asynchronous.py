@@ -20,7 +20,7 @@ from penstock.errors import RunError
 from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
-from penstock.runtime.agreement import Agreement
+from penstock.runtime.agreement import Agreement, autocast_dtype
 from penstock.runtime.engine import Engine, generators_restored, step_options, tensors_requiring_grad
 from penstock.runtime.executor import (
     ActionTimes,
@@ -296,7 +296,11 @@ class AsyncEngine(Engine):
         Returns a PendingResult.
         """
         self.check_usable()
-        request = SyncRequest("step", step_number, step_options(False, is_timed, scale))
+        options = step_options(False, is_timed, scale)
+        if (dtype := autocast_dtype(self._model_part.device.type)) != "off":
+            # Not only in the agreement: a rank for which the shapes are known would not wait to hear how it differs.
+            options = ", ".join(filter(None, (options, f"autocast={dtype}")))
+        request = SyncRequest("step", step_number, options)
         with watch_step(self._groups.monitor, step_number, True):
             with self._sync_of_call.errors_on_all_ranks(request):
                 if any(value.grad_fn is not None for value in tensors_requiring_grad(batch)):

@@ -27,7 +27,7 @@ from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact,
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
-from penstock.runtime.agreement import Agreement, autocast_options
+from penstock.runtime.agreement import Agreement, autocast_dtype
 from penstock.runtime.batch_comparison import BatchComparison
 from penstock.runtime.executor import (
     ActionTimes,
@@ -430,7 +430,7 @@ class Engine:
             {
                 "microbatches": self._plan.num_microbatches,
                 "number of batch shapes so far": sender.num_signatures,
-                **autocast_options(self._model_part.device.type),
+                "autocast": autocast_dtype(self._model_part.device.type),
             }
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn

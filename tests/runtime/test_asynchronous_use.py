@@ -386,6 +386,22 @@ def test_different_calls_raise_an_error(drained_rank: int) -> None:
         penstock.launch(different_calls, 2, drained_rank)
 
 
+def autocast_on_one_rank() -> None:
+    """Train with autocast on all ranks, and then on rank 0 only."""
+    pipe = pipeline(2, 1, "stash", "sgd", False, options=penstock.RunOptions(deadline_seconds=5.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(pipe)
+    pipe.drain()
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() == 0):
+        run(pipe)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_autocast_on_one_rank_is_refused() -> None:
+    with pytest.raises(penstock.RunError, match=r"called step while .* called step\(autocast=torch.bfloat16\)"):
+        penstock.launch(autocast_on_one_rank, 2)
+
+
 def failing_after_a_refused_evaluation() -> float:
     """Seconds until this rank raises the error of an asynchronous step that fails on the rank of the last stage."""
     os.environ["PENSTOCK_WATCH"] = "0"
