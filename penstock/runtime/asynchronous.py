@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.batches import Batch
 from penstock.capture import ARITHMETIC_DTYPES, Recording
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
@@ -377,6 +377,9 @@ class AsyncEngine(Engine):
             yield
         except BaseException as error:
             self._failure = str(error)
+            if isinstance(error, PenstockError):
+                # Published, as other ranks may lose contact with this one before they read the same votes.
+                error.is_shared = False
             for chunk in self._running:
                 for program in chunk.rank_programs:
                     program.clear()
