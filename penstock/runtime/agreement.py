@@ -84,6 +84,12 @@ class Agreement:
         return cls(f"{_OPTION}{name}: {value}" for name, value in options.items())
 
 
+def autocast_dtype(device_type: str) -> str:
+    """The dtype in which autocast computes on a type of device now, or "off"."""
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)) if is_on else "off"
+
+
 def first_difference(
     agreements: Sequence[Sequence[str]], kind: str = "rank", ranks: Sequence[int] | None = None
 ) -> RunError | None:

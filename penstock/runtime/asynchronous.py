@@ -16,11 +16,11 @@ from torch import Tensor
 
 from penstock.batches import Batch
 from penstock.capture import ARITHMETIC_DTYPES, Recording
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
-from penstock.runtime.agreement import Agreement
+from penstock.runtime.agreement import Agreement, autocast_dtype
 from penstock.runtime.engine import Engine, generators_restored, step_options, tensors_requiring_grad
 from penstock.runtime.executor import (
     ActionTimes,
@@ -188,8 +188,8 @@ class Chunk:
 class LossMessages:
     """Sends the losses and weights of each batch from the last rank to all others, without waiting."""
 
-    def __init__(self, groups: ProcessGroups, last_rank: int) -> None:
-        self._groups, self._last_rank = groups, last_rank
+    def __init__(self, groups: ProcessGroups, last_rank: int, tag: int) -> None:
+        self._groups, self._last_rank, self._tag = groups, last_rank, tag
         self._started: deque[tuple[Tensor, list[Any]]] = deque()
 
     def start(self, losses_and_weights: Sequence[float], count: int) -> None:
@@ -198,9 +198,9 @@ class LossMessages:
         works, groups = [], self._groups
         if not groups.is_local and groups.rank == self._last_rank:
             others = (rank for rank in range(groups.num_ranks) if rank != groups.rank)
-            works = [groups.start(groups.control.send, [values], rank, LOSS_TAG) for rank in others]
+            works = [groups.start(groups.control.send, [values], rank, self._tag) for rank in others]
         elif not groups.is_local:
-            works = [groups.start(groups.control.recv, [values], self._last_rank, LOSS_TAG)]
+            works = [groups.start(groups.control.recv, [values], self._last_rank, self._tag)]
         self._started.append((values, works))
 
     def finish(self) -> list[float]:
@@ -244,7 +244,7 @@ class AsyncEngine(Engine):
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.concurrent(number) for number in range(1, self._lag + 2)]
-        self._losses = LossMessages(self._groups, self._last_rank)
+        self._losses = LossMessages(self._groups, self._last_rank, LOSS_TAG + sync.tag_offset)
         self._streams: dict[Cuts, Stream] = {}
         self._stream_of(plan.cuts)
         self._free_chunks: dict[object, list[Chunk]] = {}
@@ -296,7 +296,11 @@ class AsyncEngine(Engine):
         Returns a PendingResult.
         """
         self.check_usable()
-        request = SyncRequest("step", step_number, step_options(False, is_timed, scale))
+        options = step_options(False, is_timed, scale)
+        if (dtype := autocast_dtype(self._model_part.device.type)) != "off":
+            # Not only in the agreement: a rank for which the shapes are known would not wait to hear how it differs.
+            options = ", ".join(filter(None, (options, f"autocast={dtype}")))
+        request = SyncRequest("step", step_number, options)
         with watch_step(self._groups.monitor, step_number, True):
             with self._sync_of_call.errors_on_all_ranks(request):
                 if any(value.grad_fn is not None for value in tensors_requiring_grad(batch)):
@@ -373,10 +377,14 @@ class AsyncEngine(Engine):
             yield
         except BaseException as error:
             self._failure = str(error)
+            if isinstance(error, PenstockError):
+                # Published, as other ranks may lose contact with this one before they read the same votes.
+                error.is_shared = False
             for chunk in self._running:
                 for program in chunk.rank_programs:
                     program.clear()
             self._stream_transport.clear()
+            self._sync.abandon_messages()
             self._losses.clear()
             for weights in self.weights.values():
                 weights.restore()

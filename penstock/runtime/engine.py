@@ -27,7 +27,7 @@ from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact,
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
-from penstock.runtime.agreement import Agreement
+from penstock.runtime.agreement import Agreement, autocast_dtype
 from penstock.runtime.batch_comparison import BatchComparison
 from penstock.runtime.executor import (
     ActionTimes,
@@ -59,6 +59,7 @@ from penstock.runtime.token_budget import (
 )
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
+from penstock.stages import parameter_ranks
 
 _LOG = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
@@ -109,6 +110,8 @@ class Engine:
             model_part.written_buffers,
         )
         self._warnings = StepWarnings(model_part, loss_head)
+        self._has_tied = any(len(ranks) > 1 for ranks in parameter_ranks(plan).values())
+        """whether a parameter is used on several ranks"""
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
         self._recovered: tuple[SyncRequest, float] | None = None
@@ -396,21 +399,22 @@ class Engine:
         # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
         step.mean_size = sums[0]
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
-        own_sums = sums if groups.rank == 0 else (0.0, 0.0)
+        own_sums = (*(sums if groups.rank == 0 else (0.0, 0.0)), self._tied_balance(step) if self._has_tied else 0.0)
         if groups.peers is not None:
-            own_sums = (*own_sums, 0.0, self._trained_checksum(step))
+            own_sums = (*own_sums, self._trained_checksum(step))
         vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
             result = self._sync.exchange(request, vote)
             self._check_trained(result)
+            self._check_tied(result.sums[2])
             step.mean_size = self._mean_size(result)
         elif groups.is_local:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
             # The first stage computes while votes are in transit: only the first message waits for the result.
-            self._transport.begin_step(self._sync.finish)
+            self._transport.begin_step(self._finish_sync_with_tied if self._has_tied else self._sync.finish)
         return compiled
 
     def _begin_with_sent_batch(
@@ -421,12 +425,18 @@ class Engine:
         The rank of the last stage may have the target instead.
         """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
+        # For a known shape the other ranks find recordings by their number, whatever their own autocast is.
         agreement = Agreement.of_options(
-            {"microbatches": self._plan.num_microbatches, "number of batch shapes so far": sender.num_signatures}
+            {
+                "microbatches": self._plan.num_microbatches,
+                "number of batch shapes so far": sender.num_signatures,
+                "autocast": autocast_dtype(self._model_part.device.type),
+            }
         )
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         # Each rank votes with what it was given; rank 0 also with the index of the signature of its batch.
-        given = (sender.argument_mask(batch), float(self._comparison.target_checksum(batch, request)))
+        target_checksum = float(self._comparison.target_checksum(batch, request))
+        given = (sender.argument_mask(batch), target_checksum, self._tied_balance(step))
         trained = 0.0 if groups.peers is None else self._trained_checksum(step)
         outgoing, own_target = None, batch.target if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
@@ -446,12 +456,13 @@ class Engine:
         result = self._sync.exchange(request, vote)
         self._check_trained(result)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
+        self._check_tied(sum(content[2] for content in contents))
         sender.check_arguments([content[0] for content in contents], has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
             problem = "rank 0 and the rank of the last stage must be given the same target"
             raise RunError(problem, hint="one target").on_all_ranks()
-        index, is_new = int(contents[0][2]), result.maxes[0] > 0
+        index, is_new = int(contents[0][3]), result.maxes[0] > 0
         # If the signature is new to at least one replica, all ranks agree on the step that they derive from it.
         new = SyncRequest("the shapes of a batch", request.step)
         if is_new and groups.monitor is not None:
@@ -505,6 +516,36 @@ class Engine:
                     pipelines=(0, rank // groups.num_ranks),
                     hint="the same parameters frozen on every rank",
                 ).on_all_ranks()
+
+    def _tied_balance(self, step: Step) -> float:
+        """The part of this rank in the sum that `_check_tied` is given."""
+        return self._model_part.tied.trained_balance if step.is_training else 0.0
+
+    def _check_tied(self, balance: float) -> None:
+        """Raise an error on all ranks if some freeze a tied parameter: the others would wait for its gradients."""
+        if not balance:
+            return
+        groups, tied = self._groups, self._model_part.tied.tied
+        texts = groups.gather_texts_of_all(json.dumps({entry.name: entry.parameter.requires_grad for entry in tied}))
+        # Of the first pipeline: all pipelines train the same parameters.
+        trained = [json.loads(text) for text in texts[: groups.num_ranks]]
+        for name in sorted({name for flags in trained for name in flags}):
+            ranks = {
+                is_trained: [rank for rank, flags in enumerate(trained) if flags.get(name) is is_trained]
+                for is_trained in (True, False)
+            }
+            if ranks[True] and ranks[False]:
+                raise RunError(
+                    "requires_grad of a parameter that several stages use must be the same on all of their ranks",
+                    parameter=name,
+                    trained_on=ranks[True],
+                    frozen_on=ranks[False],
+                    hint="the same parameters frozen on every rank",
+                ).on_all_ranks()
+
+    def _finish_sync_with_tied(self) -> None:
+        """Finish the sync at the start of a step."""
+        self._check_tied(self._sync.finish().sums[2])
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""

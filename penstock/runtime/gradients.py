@@ -1,6 +1,7 @@
 """Reduces gradients over replicas, tied parameters and shards, and computes and clips their global norm."""
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -135,6 +136,18 @@ class TiedReducer:
     def __init__(self, groups: ProcessGroups, tied: Sequence[TiedParameter]) -> None:
         self._groups = groups
         self.tied = () if groups.is_local else tuple(tied)
+        # The owner's number cancels those of all others. A factor for each name, so that errors in two parameters do
+        # not cancel each other; it is below 2**32, so that a float holds the sum exactly.
+        self._balance = [
+            (entry.parameter, zlib.crc32(entry.name.encode()) * (1 - len(entry.ranks) if is_owner else 1))
+            for entry in self.tied
+            for is_owner in [entry.ranks[0] == groups.rank]
+        ]
+
+    @property
+    def trained_balance(self) -> float:
+        """A number whose sum over the ranks is 0 if each parameter is trained by all ranks that use it or by none."""
+        return float(sum([number for parameter, number in self._balance if parameter.requires_grad]))
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -23,8 +23,8 @@ _AXES = (PIPELINE, *_REPLICA_AXES, TENSOR)
 # Message tags, far above those of messages between stages, which have small numbers, as the user's own are likely to.
 SYNC_TAG = 2_000_000_000
 """of syncs; each sync that may be open at the same time as others adds its number, below 1,000,000"""
-LOSS_TAG, HEADER_TAG, CONTENT_TAG = 2_001_000_000, 2_001_000_001, 2_001_000_002
-"""of losses of asynchronous steps, and of messages that a header describes"""
+HEADER_TAG, CONTENT_TAG, LOSS_TAG = 2_001_000_001, 2_001_000_002, 2_002_000_000
+"""of messages that a header describes, and of losses of asynchronous steps, to which a small number is added"""
 
 
 @dataclass

@@ -28,7 +28,7 @@ from penstock.ir import (
 )
 from penstock.passes import DEFAULT_PASSES, AddShardMoves, lower, verify
 from penstock.planner import resized_schedule
-from penstock.runtime.agreement import Agreement
+from penstock.runtime.agreement import Agreement, autocast_dtype
 from penstock.runtime.executor import (
     CompiledAction,
     OverlappedPasses,
@@ -110,8 +110,12 @@ class StepCompiler:
     def agreement(
         self, program: Program, edges: Sequence[Edges], name: str, recordings: Sequence[Recording]
     ) -> Agreement:
-        """The facts about a step that all ranks must share."""
-        return Agreement.of_step(program, edges, name, self._model_part.describe(recordings))
+        """The facts about a step that all ranks must share. It has the autocast in which the recordings were made."""
+        # Recordings made in another autocast are others, so a compiled step is for one autocast. Without recordings
+        # there is no forward.
+        options = {"autocast": autocast_dtype(self._model_part.device.type)} if recordings else {}
+        lines = (*Agreement.of_options(options).lines, *self._model_part.describe(recordings))
+        return Agreement.of_step(program, edges, name, lines)
 
     def edges(self, is_training: bool, recordings: Sequence[Recording]) -> list[Edges]:
         """The values that cross between stages for each microbatch."""

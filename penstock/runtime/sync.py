@@ -34,6 +34,8 @@ MAX_CONTENT = 36
 MAX_REDUCED = 4
 """how many sums, and how many maxima, a vote can contribute to"""
 
+_NUM_TAG_OFFSETS, _TAGS_PER_OFFSET = 100, 10_000
+"""how many failures have different tags, and how many tags there are for the concurrent syncs after each"""
 _UNUSED_BITS = 12
 """bits of a 64-bit digest that are left out, so that a float holds the rest exactly"""
 _REFUSED = -1
@@ -97,6 +99,8 @@ class RankSync:
     """Runs the syncs of one Pipeline, one after another. With all ranks in one process they always agree."""
 
     _next_pipeline: ClassVar[int] = 0
+    _num_abandoned: ClassVar[int] = 0
+    """how often this process has called `abandon_messages`; counted together with the other ranks of each Pipeline"""
     _unfinished: ClassVar[dict[int | None, "RankSync"]] = {}
     """by the id of a control group, which the sync keeps alive: the sync that was started and not finished"""
 
@@ -107,6 +111,8 @@ class RankSync:
         self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == SYNC_TAG)
         self._pipelines = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
         self._number, self._pipeline_id = 0, -1
+        self.tag_offset = 0
+        """to add to the tags of messages that a failed step may leave behind: later Pipelines must not take them"""
         self.step = 0
         """the step of the last request"""
         self._open: tuple[SyncRequest, SyncVote, _PackedVote | None] | None = None
@@ -118,9 +124,12 @@ class RankSync:
         """
         if self._ranks is None:
             return True
-        maxes = (float(RankSync._next_pipeline), float(plan_digest), -float(plan_digest))
+        numbers = (RankSync._next_pipeline, plan_digest, -plan_digest, RankSync._num_abandoned)
+        maxes = tuple(map(float, numbers))
         result = self.exchange(SyncRequest("Pipeline", 0), SyncVote(options, maxes=maxes, includes_pipelines=True))
-        number, largest, smallest = result.maxes[:3]
+        number, largest, smallest, num_abandoned = result.maxes
+        RankSync._num_abandoned = int(num_abandoned)
+        self.tag_offset = RankSync._num_abandoned % _NUM_TAG_OFFSETS
         self._pipeline_id = int(number)
         RankSync._next_pipeline = self._pipeline_id + 1
         if self._groups.monitor is not None:
@@ -129,9 +138,16 @@ class RankSync:
 
     def concurrent(self, number: int) -> "RankSync":
         """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
-        other = RankSync(self._groups, SYNC_TAG + number)
+        other = RankSync(self._groups, SYNC_TAG + self.tag_offset * _TAGS_PER_OFFSET + number)
         other._pipeline_id = self._pipeline_id
         return other
+
+    def abandon_messages(self) -> None:
+        """After a failure that leaves messages of concurrent syncs behind: later Pipelines use other tags.
+
+        Not every Pipeline has tags of its own: ranks that call different ones would not be seen to disagree.
+        """
+        RankSync._num_abandoned += 1
 
     def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:
         """Exchange votes and wait for those of all ranks."""

@@ -341,6 +341,34 @@ def test_a_rank_that_fails_stops_the_others(where: int) -> None:
         penstock.launch(failing_rank, 2, where)
 
 
+def a_new_pipeline_after_nan() -> list[float]:
+    """The losses of a Pipeline that fails afterwards; checks that those of a new one are equal."""
+    os.environ["PENSTOCK_WATCH"] = "0"
+    options, (x, y) = penstock.RunOptions(deadline_seconds=5.0), batches([6])[0]
+
+    def losses() -> tuple[Any, list[float]]:
+        pipe = pipeline(2, 2, "stash", "sgd", local=False, options=options)
+        results = run(pipe)
+        pipe.drain()
+        return pipe, [float(result.loss) for result in results]
+
+    def run_until_nan(pipe: Any) -> None:
+        pipe.step(x, target=y * torch.nan)
+        pipe.drain()
+
+    pipe, before = losses()
+    with pytest.raises(penstock.RunError, match="is NaN or Inf"):
+        run_until_nan(pipe)
+    assert losses()[1] == before
+    return before
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_new_pipeline_does_not_take_the_messages_of_a_failed_one() -> None:
+    first, second = penstock.launch(a_new_pipeline_after_nan, 2)
+    assert first == second
+
+
 def different_calls(drained_rank: int) -> None:
     """Drain on one rank, and take another step on the other."""
     pipe = pipeline(2, 1, "stash", "sgd", False)
@@ -356,6 +384,26 @@ def different_calls(drained_rank: int) -> None:
 def test_different_calls_raise_an_error(drained_rank: int) -> None:
     with pytest.raises(penstock.RunError, match="called drain"):
         penstock.launch(different_calls, 2, drained_rank)
+
+
+def autocast_on_one_rank() -> str:
+    """Train with autocast on all ranks, and then on rank 0 only; returns the error."""
+    os.environ["PENSTOCK_WATCH"] = "0"
+    pipe = pipeline(2, 1, "stash", "sgd", False, options=penstock.RunOptions(deadline_seconds=5.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(pipe)
+    pipe.drain()
+    is_on = dist.get_rank() == 0
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_on), pytest.raises(penstock.RunError) as refused:
+        run(pipe)
+    return str(refused.value)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_autocast_on_one_rank_is_explained_on_all() -> None:
+    """Also on a rank that loses contact with the other, which has seen the difference first."""
+    for error in penstock.launch(autocast_on_one_rank, 2):
+        assert "rank 1 called step while rank 0 called step(autocast=torch.bfloat16)" in error
 
 
 def failing_after_a_refused_evaluation() -> float:

@@ -120,6 +120,37 @@ def test_autocast_around_a_step_gives_every_bit_of_the_loop(schedule):
     assert all(map(torch.equal, gradients_of(model), expected))
 
 
+def errors_with_other_autocast(inputs):
+    """The errors of steps for which rank 0 computes in bfloat16, and rank 1 in float32 or float16."""
+    model, x, y, rank = chain(), X.float(), Y.float(), torch.distributed.get_rank()
+    pipe = penstock.Pipeline(
+        model,
+        quick_plan(model, (x,), ranks=2, microbatches=3),
+        loss_fn=lambda o, t: (o.float() - t).square().mean(),
+        inputs=inputs,
+    )
+    batch, target, errors = ((x,), y, []) if rank == 0 or inputs == "all" else ((), None, [])
+    for _ in range(2):
+        for dtype, is_on in ((torch.bfloat16, rank == 0), (torch.float16 if rank else torch.bfloat16, True)):
+            with pytest.raises(penstock.RunError) as refused, torch.autocast("cpu", dtype, enabled=is_on):
+                pipe.step(*batch, target=target)
+            errors.append(str(refused.value))
+        for is_on in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+                pipe.step(*batch, target=target)
+    return errors
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_autocast_on_one_rank_is_refused_on_all(pools, inputs):
+    first, second = pools[2].run(errors_with_other_autocast, inputs)
+    assert first == second
+    for error, other in zip(first, ["off", "torch.float16"] * 2, strict=True):
+        assert "autocast must be the same on every rank" in error
+        assert f"rank 0: torch.bfloat16, rank 1: {other}" in error
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_are_trained_right_and_described(backend):
     # All compiled modules of a process share one limit on recompilations: other tests may have reached it.

@@ -210,3 +210,29 @@ def test_a_sparse_gradient_is_summed_with_a_dense_one(pools: Pools) -> None:
     plain = sparsely_tied()
     WholeModel(plain, token_loss).step(X, target=TARGET)
     assert_parts_close(pools[2].run(sparse_gradients), plain)
+
+
+def error_if_frozen_on(rank: int, inputs: str) -> list[str]:
+    """The errors of a step if one rank has frozen the shared matrix, then the loss once all ranks have."""
+    model, found = tied(6), []
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3)
+    options = penstock.RunOptions(deadline_seconds=10.0)
+    pipe = penstock.Pipeline(model, plan, loss_fn=token_loss, options=options, inputs=inputs)
+    is_given = dist.get_rank() == 0 or inputs == "all"
+    batch, target = ((X,), TARGET) if is_given else ((), None)
+    pipe.step(*batch, target=target)
+    if dist.get_rank() == rank:
+        model.mix.requires_grad_(False)
+    with pytest.raises(penstock.RunError, match="must be the same on all of their ranks") as refused:
+        pipe.step(*batch, target=target)
+    found.append(str(refused.value))
+    model.mix.requires_grad_(False)
+    return [*found, str(float(pipe.step(*batch, target=target).loss))]
+
+
+@pytest.mark.gloo
+def test_a_tied_parameter_that_one_rank_freezes_is_refused_on_all(pools: Pools) -> None:
+    for rank, inputs in ((0, "all"), (1, "all"), (1, "first")):
+        first, second = pools[2].run(error_if_frozen_on, rank, inputs)
+        assert first == second
+        assert f"frozen on: [{rank}]" in first[0]
