@@ -544,7 +544,7 @@ class Engine:
                 ).on_all_ranks()
 
     def _finish_sync_with_tied(self) -> None:
-        """Finish the sync at the start of a step."""
+        """Finish the sync at the start of a step of a pipeline with tied parameters."""
         self._check_tied(self._sync.finish().sums[2])
 
     def _mean_size(self, result: SyncResult) -> float:
