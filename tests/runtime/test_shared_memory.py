@@ -5,7 +5,6 @@ import faulthandler
 import os
 import signal
 import socket
-import statistics
 import threading
 import time
 import unittest
@@ -294,9 +293,11 @@ def seconds_until_a_killed_rank_is_noticed(signum: int) -> float:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGABRT])
-def test_a_rank_that_waits_notices_a_killed_one_within_half_a_second(signum: int) -> None:
-    # The median, because on a busy machine a process may take longer to die.
-    assert statistics.median(seconds_until_a_killed_rank_is_noticed(signum) for _ in range(3)) < 0.5
+def test_a_rank_that_waits_is_woken_by_the_end_of_a_killed_one(signum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It must be woken by the socket, and not find out by asking for the process. Benchmarks measure how soon that is:
+    # on a busy machine a process takes long to die.
+    monkeypatch.setattr("penstock.runtime.transports.links.process_state", lambda pid: "R")
+    assert seconds_until_a_killed_rank_is_noticed(signum) < 30.0
 
 
 def test_a_failed_check_keeps_the_connection(ends: Any) -> None:
