@@ -36,6 +36,19 @@ COMMAND = ("train", "model.py:build", "--data", "model.py:batches", "--loss", "m
 """arguments of `penstock` in a directory with this model and a plan"""
 
 
+@contextmanager
+def _stderr_of_ranks(path: Path) -> Iterator[None]:
+    """Appends to a file what processes started in the body write to stderr, such as the stack of a rank that aborts."""
+    before = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one run."""
@@ -77,7 +90,8 @@ class ShortTraining:
 
     def call(self, *arguments: object) -> tuple[int, str]:
         """Runs a `penstock` command; returns its exit code and output."""
-        with chdir(self.directory), patch.dict(os.environ, {ALLOW_VARIABLE: "1"}):
+        errors = self.directory / "errors.txt"
+        with chdir(self.directory), patch.dict(os.environ, {ALLOW_VARIABLE: "1"}), _stderr_of_ranks(errors):
             result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         return result.exit_code, result.output
 
