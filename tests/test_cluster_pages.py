@@ -48,6 +48,7 @@ def test_python_is_valid(page: str) -> None:
 
 def run_script(code: str, port: int) -> str:
     """Run a script as a rank that torchrun started; returns its output."""
+    dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     path = Path(f"script-{os.environ['RANK']}.py")
