@@ -215,7 +215,7 @@ def test_recording_is_measured_against_steps_without_it():
 def test_a_gpt_is_trained_by_two_pipelines_and_one_process():
     sizes = Sizes(layers=2, width=8, heads=2, vocabulary=16, length=4, samples=2, microbatches=2)
     lines = list(runtime_compute.throughput(sizes, 1, ("1f1b",)).lines)
-    assert [line.cells[7] for line in lines] == ["torch", "one process", "torch"]
+    assert [line.cells[7] for line in lines] == ["torch", "one process", "limit", "torch"]
     assert all(line.value > 0 for line in lines)
 
 

@@ -1,7 +1,8 @@
-"""Measures what the runtime costs if the ranks are processes of this machine: per pass, per message and per step.
+"""Measures what it costs that the ranks are processes of this machine: per pass, per message and per step.
 
-Two ranks run a small pipeline as any other would be run, and the recorded traces show where the time goes. The result
-is kept in the cache of profiles, so that a machine is measured once, unless other load made it unreliable.
+Two ranks run a small pipeline as any other would be run, and the recorded traces show where the time goes. They also
+compute one at a time and at the same time: then each is slower, because they share caches and memory. The result is
+kept in the cache of profiles, so that a machine is measured once, unless other load made it unreliable.
 """
 
 import multiprocessing
@@ -41,7 +42,7 @@ from penstock.planner import Measured, PlanOptions, search
 
 MEASURE_RANKS_VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
-_METHOD = 4
+_METHOD = 5
 """increased when the method of measuring changes: then cached results are not used"""
 _MICROBATCHES = 8
 _WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.3
@@ -53,6 +54,10 @@ _WAIT = 1e-3
 """seconds that a pass waits, so that the runtime finds the caches cold, as after real work"""
 _WIDTH, _SAMPLES = 256, 16
 """of the values that are sent: 16 KiB"""
+_BUSY_ROUNDS, _BUSY_STEPS = 8, 4
+"""how often both ranks compute, one at a time and together, and how many steps of a layer each time"""
+_BUSY_WIDTH, _BUSY_SAMPLES = 512, 256
+"""of that layer: weights and activations of 8 and 7 MiB"""
 
 
 def local_ranks(ranks: int) -> Cluster:
@@ -84,17 +89,34 @@ def local_ranks(ranks: int) -> Cluster:
     return replace(found, ranks=ranks)
 
 
-def shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
-    """How many ranks of a replica can compute at once on this machine; None if all of them can.
+def ranks_that_compute(cluster: Cluster, cpu_share: float) -> Cluster:
+    """The local ranks, for a model whose profile has this `cpu_share`: how much they slow each other down.
 
-    `cpu_share` is that of a profile: a rank that mostly waits leaves its core to others, and one with several threads
-    needs more than a core.
+    A rank that mostly waits leaves its core, caches and memory to others; one with several threads needs more than a
+    core.
     """
+    slowdown = 1 + min(cpu_share, 1.0) * (cluster.overhead.slowdown - 1)
+    cores = _shared_cores(cluster.ranks, cluster.replicas.count, cpu_share)
+    return replace(cluster, cores=cores, overhead=replace(cluster.overhead, slowdown=slowdown))
+
+
+def _shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
+    """How many ranks of a replica can compute at once on this machine; None if all of them can."""
     if os.environ.get(MEASURE_RANKS_VARIABLE) == "0":
         return None
     # Measured shares are a little below 1 or above.
     at_once = max(1, int(num_cores() / replicas / max(cpu_share, 1e-3) + 0.2))
     return at_once if at_once < ranks else None
+
+
+class _RankCosts(NamedTuple):
+    """What one rank measured."""
+
+    rounds: "list[_Round]"
+    copies: tuple[MessageCpu, ...]
+    """what it takes to copy large messages"""
+    slowdown: float
+    """how many times longer the rank computes while the other does so too"""
 
 
 class _Round(NamedTuple):
@@ -110,8 +132,8 @@ class _Round(NamedTuple):
 
 def _measure_ranks() -> tuple[Cluster, bool]:
     """The costs of two ranks, and whether they are reliable: each half of the measurement finds a cost of passes."""
-    (first, copies), (last, _) = launch(_run_rounds, 2, _plan(), timeout=_TIMEOUT)
-    rounds = list(zip(first, last, strict=True))
+    first, last = launch(_measure_rank, 2, _plan(), timeout=_TIMEOUT)
+    rounds = list(zip(first.rounds, last.rounds, strict=True))
     overhead, *halves = [_overhead(part) for part in (rounds, rounds[::2], rounds[1::2])]
     # A difference of measured times: noise can make it 0, which is never true. That of a step says nothing: it is as
     # small as the cost of the trace that is subtracted from it.
@@ -119,9 +141,9 @@ def _measure_ranks() -> tuple[Cluster, bool]:
     found = Cluster(
         2,
         # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
-        latency=max(0.0, min(_latency(each.trace) for each in first)),
+        latency=max(0.0, min(_latency(each.trace) for each in first.rounds)),
         # Ranks copy messages themselves: they take no time between a Send and the receiver's copy.
-        overhead=replace(overhead, messages=copies),
+        overhead=replace(overhead, messages=first.copies, slowdown=max(1.0, first.slowdown, last.slowdown)),
     )
     return found, is_reliable
 
@@ -177,8 +199,32 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).sum()
 
 
-def _run_rounds(plan: Plan) -> tuple[list[_Round], tuple[MessageCpu, ...]]:
-    """Run by each of the two ranks; returns its rounds and what copies of large messages take."""
+def _measure_rank(plan: Plan) -> _RankCosts:
+    """Run by each of the two ranks."""
+    return _RankCosts(_run_rounds(plan), measure_copies(), _slowdown())
+
+
+def _slowdown() -> float:
+    """How many times longer this rank takes for the steps of a layer while the other rank computes too."""
+    if num_cores() < 2:
+        return 1.0  # `_shared_cores` counts the ranks of a core
+    layer = nn.TransformerEncoderLayer(_BUSY_WIDTH, 8, 4 * _BUSY_WIDTH, dropout=0.0, batch_first=True)
+    batch, rank = torch.randn(1, _BUSY_SAMPLES, _BUSY_WIDTH), dist.get_rank()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(_BUSY_ROUNDS):
+        for computing in ((0,), (1,), (0, 1)):
+            dist.barrier()
+            if rank in computing:
+                start = time.perf_counter()
+                for _ in range(_BUSY_STEPS):
+                    layer(batch).sum().backward()
+                seconds[len(computing) == 1].append(time.perf_counter() - start)
+    # Of several times the least: other load only ever adds.
+    return min(seconds[False]) / min(seconds[True])
+
+
+def _run_rounds(plan: Plan) -> list[_Round]:
+    """A step of the pipeline without and one with a trace, and the passes without the runtime, several times."""
     model, rank = _model(), dist.get_rank()
     pipe, rounds = Pipeline(model, plan, loss_fn=_loss), list[_Round]()
     batch = torch.ones(_SAMPLES * _MICROBATCHES, _WIDTH)
@@ -196,7 +242,7 @@ def _run_rounds(plan: Plan) -> tuple[list[_Round], tuple[MessageCpu, ...]]:
         seconds = time.perf_counter() - start
         trace = pipe.step(batch, target=batch, record=True).trace
         rounds.append(_Round(seconds, trace, _run_alone(model[rank], batch[:_SAMPLES], is_last=rank == 1)))
-    return rounds, measure_copies()
+    return rounds
 
 
 def _run_alone(layer: nn.Module, batch: Tensor, is_last: bool) -> tuple[float, float]:

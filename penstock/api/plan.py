@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.api.arguments import LossFn
 from penstock.api.example_batch import ExampleBatch
-from penstock.api.local_ranks import local_ranks, shared_cores
+from penstock.api.local_ranks import local_ranks, ranks_that_compute
 from penstock.api.measuring import BUDGET_SECONDS
 from penstock.api.progress import progress
 from penstock.batches import Split
@@ -248,9 +248,8 @@ def _plan_batch(batch: ExampleBatch, options: PlanOptions, is_here: bool, start:
     """Measure the model and search. The budget began at `start`; with `is_here` the ranks share this machine."""
     models = batch.measured(_microbatch_counts(options, batch))
     if is_here:
-        cluster, share = options.cluster, next(iter(models.values())).profile.cpu_share
-        cores = shared_cores(cluster.ranks, cluster.replicas.count, share)
-        options = replace(options, ranks=replace(cluster, cores=cores), memory=None)
+        share = next(iter(models.values())).profile.cpu_share
+        options = replace(options, ranks=ranks_that_compute(options.cluster, share), memory=None)
     # Measuring counts towards the budget that the user waits for.
     seconds_left = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
     seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * options.budget_seconds)

@@ -175,7 +175,7 @@ class Cluster:
     slowness: tuple[float, ...] | None = field(default=None, kw_only=True)
     """how many times longer each rank takes than the profile; None: 1 for every rank"""
     overhead: Overhead = field(default=Overhead(), kw_only=True)
-    """CPU seconds of the runtime per pass, message and step"""
+    """what the runtime, and ranks that share a machine, add to passes, messages and steps"""
 
     def __post_init__(self) -> None:
         replicas: object = self.replicas  # a caller may pass a number
@@ -276,21 +276,24 @@ class Cluster:
         return replace(self, slowness=None, overhead=Overhead())
 
     def costs_on_ranks(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
-        """The costs of stages on the ranks that hold them: slowed down, and with the overhead of passes and messages.
+        """The costs of stages on the ranks that hold them: slowed down, and with the seconds of passes and messages.
 
         Args:
             costs: those of ranks of normal speed, without overhead
             placement: the rank of every stage
             cuts: the edges between stages
         """
-        if self.slowness:
-            costs = costs.times(self.slowness_of(placement))
+        factors = [self.overhead.slowdown * factor for factor in self.slowness_of(placement)]
+        if any(factor != 1.0 for factor in factors):
+            costs = costs.times(factors)
         return costs.plus(*self._overheads(costs, placement, cuts))
 
     def costs_without_overhead(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
         """The inverse of `costs_on_ranks`, except that slowness stays in the costs."""
         forward, backward = self._overheads(costs, placement, cuts)
-        return costs.plus([-each for each in forward], [-each for each in backward])
+        costs = costs.plus([-each for each in forward], [-each for each in backward])
+        slowdown = self.overhead.slowdown
+        return costs if slowdown == 1.0 else costs.times([1 / slowdown] * costs.num_stages)
 
     def _overheads(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> tuple[list[float], list[float]]:
         """Seconds of overhead per stage, of a forward and of a backward."""

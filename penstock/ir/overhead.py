@@ -1,7 +1,8 @@
-"""Seconds of a rank's CPU that the runtime takes for every pass, message and step, whatever the model.
+"""What a step takes beyond the passes of a model that runs alone, whatever the model.
 
-A new one is a field of Overhead. `Cluster._overheads` adds it to the passes of a stage; `simulate` and the synthesis of
-schedules begin a step with `step_seconds`. `api/local_ranks.py` measures them.
+That is the CPU time of the runtime for every pass, message and step, and the time that ranks of one machine lose to
+each other. A new term is a field of Overhead. `Cluster.costs_on_ranks` applies it to the passes of a stage; `simulate`
+and the synthesis of schedules begin a step with `step_seconds`. `api/local_ranks.py` measures them.
 """
 
 from bisect import bisect_left
@@ -33,8 +34,9 @@ class MessageCpu:
 class Overhead:
     """Seconds of a rank's CPU that the runtime takes besides the model.
 
-    Unlike the latency of a link, they occupy the rank, so nothing hides them. `Cluster.costs_on_ranks` adds those of
-    passes and messages to the costs of stages, and `simulate` begins with those of the step.
+    Unlike the latency of a link, they occupy the rank, so nothing hides them. `Cluster.costs_on_ranks` includes
+    `slowdown` and the seconds of passes and messages in the costs of stages, and `simulate` begins with those of the
+    step.
     """
 
     pass_seconds: float = 0.0
@@ -45,10 +47,14 @@ class Overhead:
     """of every step, in which all ranks synchronise"""
     messages: tuple[MessageCpu, ...] = ()
     """further seconds of messages by their size, smallest first; linear between sizes and beyond the last one"""
+    slowdown: float = 1.0
+    """how many times longer passes take than alone, because other ranks use the same caches and memory"""
 
     def __post_init__(self) -> None:
         for name in ("pass_seconds", "message_seconds", "step_seconds"):
             _check_seconds(name, getattr(self, name))
+        if not is_finite(self.slowdown) or self.slowdown < 1:
+            raise CostError("slowdown must be a finite factor, 1 or more", got=repr(self.slowdown))
         object.__setattr__(self, "messages", tuple(self.messages))
         for each in self.messages:
             if not isinstance(each, MessageCpu):

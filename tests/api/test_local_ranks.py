@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.api import local_ranks
-from penstock.ir import Cluster, Overhead, StageCosts
+from penstock.ir import Cluster, Overhead, Replicas, StageCosts
 
 FOUND = Cluster(2, latency=1e-5, bandwidth=1e9, overhead=Overhead(0.1, 0.2, 0.3))
 X = torch.ones(4, 8)
@@ -60,10 +60,10 @@ def test_an_unreliable_measurement_is_repeated_and_not_kept(
 
 
 def test_passes_that_cost_nothing_in_half_of_the_measurement_are_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs(*alone: float) -> list[tuple[list[Any], tuple[()]]]:
+    def runs(*alone: float) -> list[Any]:
         """What two ranks return: passes of a second with the runtime, which take so many seconds without it."""
         rounds = [local_ranks._Round(trace.makespan + 0.5, trace, (each, each)) for each in alone]
-        return [(rounds, ()), (rounds, ())]
+        return [local_ranks._RankCosts(rounds, (), slowdown) for slowdown in (1.25, 0.75)]
 
     trace = penstock.simulate(local_ranks._plan(), StageCosts((1.0, 1.0), (0.5, 0.5), (0.5, 0.5)))
     for alone, is_reliable in ((0.0, 0.2), True), ((0.0, 1.0), False), ((1.0, 1.0), False):
@@ -73,6 +73,7 @@ def test_passes_that_cost_nothing_in_half_of_the_measurement_are_unreliable(monk
         assert got == is_reliable
         assert found.overhead.pass_seconds == 1.0 - min(alone)
         assert found.overhead.step_seconds == pytest.approx(0.5)
+        assert found.overhead.slowdown == 1.25
 
 
 def test_a_given_cluster_is_not_measured(measured: list[int]) -> None:
@@ -97,10 +98,32 @@ def test_a_preset_of_a_device_is_not_measured(measured: list[int]) -> None:
 
 def test_ranks_share_cores_as_far_as_the_model_uses_them(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "num_cores", lambda: 2)
-    assert local_ranks.shared_cores(4, 1, 0.98) == 2
-    assert local_ranks.shared_cores(4, 2, 0.98) == 1
-    assert local_ranks.shared_cores(2, 1, 0.98) is None
-    assert local_ranks.shared_cores(4, 1, 0.1) is None
+
+    def cores(cluster: Cluster, cpu_share: float) -> int | None:
+        return local_ranks.ranks_that_compute(cluster, cpu_share).cores
+
+    assert cores(Cluster(4), 0.98) == 2
+    assert cores(Cluster(4, replicas=Replicas(2)), 0.98) == 1
+    assert cores(Cluster(2), 0.98) is None
+    assert cores(Cluster(4), 0.1) is None
+
+
+def test_ranks_slow_each_other_down_as_far_as_the_model_uses_their_cores(measured: list[int]) -> None:
+    cluster = Cluster(2, overhead=Overhead(slowdown=1.5))
+    for share, slowdown in {0.0: 1.0, 0.5: 1.25, 1.0: 1.5, 1.75: 1.5}.items():
+        assert local_ranks.ranks_that_compute(cluster, share).overhead.slowdown == slowdown
+
+
+def test_ranks_that_compute_at_the_same_time_are_measured(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks.dist, "barrier", lambda: None)
+    monkeypatch.setattr(local_ranks.dist, "get_rank", lambda: 0)
+    # A step takes 1 alone and 1.5 with the other rank, or longer, by other load.
+    taken = [1.0, 1.5, 2.0, 3.0] * local_ranks._BUSY_ROUNDS
+    clock = iter([float(second) for index, each in enumerate(taken) for second in (10 * index, 10 * index + each)])
+    monkeypatch.setattr(local_ranks.time, "perf_counter", lambda: next(clock))
+    assert local_ranks._slowdown() == 1.5
+    monkeypatch.setattr(local_ranks, "num_cores", lambda: 1)
+    assert local_ranks._slowdown() == 1.0
 
 
 def test_an_overhead_longer_than_the_passes_leads_to_fewer_stages(measured: list[int]) -> None:

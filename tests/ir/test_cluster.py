@@ -202,6 +202,15 @@ def test_costs_on_ranks_include_the_overhead_of_passes_and_of_messages_between_r
     assert cluster.costs_without_overhead(costs, placement, cuts) == StageCosts.uniform(3)
 
 
+def test_passes_of_ranks_that_slow_each_other_down_take_longer_but_not_their_messages():
+    cluster = Cluster(2, overhead=Overhead(pass_seconds=0.5, slowdown=1.25), slowness=(1.0, 2.0))
+    placement, cuts = Placement((0, 1)), Cuts.chain(2)
+    costs = cluster.costs_on_ranks(StageCosts.uniform(2), placement, cuts)
+    assert costs.forward == (1.75, 3.0)
+    assert costs.weight_grad == (1.25, 2.5)
+    assert cluster.costs_without_overhead(costs, placement, cuts) == StageCosts.uniform(2).times((1.0, 2.0))
+
+
 def test_messages_take_cpu_by_their_size_at_both_ends():
     sizes = (MessageCpu(100, 1.0, 2.0), MessageCpu(200, 3.0, 6.0))
     cluster = Cluster(2, overhead=Overhead(message_seconds=0.5, messages=sizes))
@@ -231,5 +240,7 @@ def test_messages_of_an_overhead_are_records():
 def test_overhead_below_zero_is_refused():
     with pytest.raises(CostError, match="message_seconds must be finite seconds, 0 or more"):
         Overhead(message_seconds=-1e-6)
+    with pytest.raises(CostError, match=r"slowdown must be a finite factor, 1 or more \(got: 0.5\)"):
+        Overhead(slowdown=0.5)
     with pytest.raises(CostError, match="overhead must be an Overhead record"):
         Cluster(2, overhead=1e-4)

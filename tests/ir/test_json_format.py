@@ -101,7 +101,7 @@ STAGE_COSTS = StageCosts(
 )
 LINK = Link(0, 1, 1e-5, 1e9)
 REPLICAS = Replicas(3, 1e-4, 1e8)
-OVERHEAD = Overhead(1e-4, 3e-5, 1e-3, (MessageCpu(4096, 1e-6, 2e-6),))
+OVERHEAD = Overhead(1e-4, 3e-5, 1e-3, (MessageCpu(4096, 1e-6, 2e-6),), 1.25)
 RANKS = {"overlap": 0.5, "slowness": (1, 1.5), "overhead": OVERHEAD}
 CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), REPLICAS, **RANKS)
 PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
