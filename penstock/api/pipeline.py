@@ -242,7 +242,7 @@ class Pipeline:
             losses: a list that is filled with the losses of the microbatches
             scale: factor of the loss and of the gradients that this step adds: with `1/n` in each of n steps before an
                 update they are those of `(loss / n).backward()` in plain PyTorch
-            budget_tokens: group the samples by length into microbatches of at most N padded tokens, as many as
+            budget_tokens: group the samples by length into microbatches of at most this many padded tokens, as many as
                 that takes, in the order that is predicted to be fastest; an attention mask or labels of -100 must show
                 the padding, which is cut off. None: the microbatches of the plan
             **kwargs: keyword arguments of the model
@@ -263,11 +263,11 @@ class Pipeline:
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         batch = Batch(args, kwargs, target)
-        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
+        dims = self._merged_dims(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
-        self._mark_model_outdated()
-        self._step_gradients.are_unscaled = scale <= 1.0  # a larger one may be that of the scaler
+        self._mark_model_stale()
+        self._step_gradients.are_unscaled = scale <= 1.0  # a larger one may be that of a GradScaler
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -394,7 +394,7 @@ class Pipeline:
                 )
             batch = Batch(args, kwargs, gradients)
             self._pull_back_engine.train(batch, number, keeps_outputs=False, is_timed=False)
-            self._mark_model_outdated()
+            self._mark_model_stale()
             self._step_gradients.are_unscaled = False  # the gradients of the outputs may be scaled
 
         return ForwardPass(result, sizes, run)
@@ -425,7 +425,7 @@ class Pipeline:
         """
         groups, forward = self._part.groups, self._part.captured.model.forward
         if groups.num_replicas == 1:
-            return Microbatch(args, kwargs, target, 0, {})
+            return Microbatch(args, kwargs, target, 0, {})  # nothing is split, so its size is not counted
         splitter, batch = BatchSplitter(forward, self._split, dict(self.plan.split)), Batch(args, kwargs, target)
         if budget_tokens is None:
             shares = splitter.split(batch, groups.num_replicas)
@@ -559,7 +559,7 @@ class Pipeline:
         """
         self._check_drained()
         self._part.load_state_dict(state)
-        self._mark_model_outdated()
+        self._mark_model_stale()
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory. A collective call.
@@ -662,7 +662,7 @@ class Pipeline:
         check_tied_weights(self.plan, self._part.tied, self._part.groups)
         if loaded.num_steps is not None:
             self.num_steps, self._fit_progress = loaded.num_steps, loaded.fit_progress
-        self._mark_model_outdated()
+        self._mark_model_stale()
         return loaded
 
     # ------------------------------------------------------------------------------------------------------- properties
@@ -839,7 +839,7 @@ class Pipeline:
             )
         return given if self.optimizer is None else self.optimizer
 
-    def _mark_model_outdated(self) -> None:
+    def _mark_model_stale(self) -> None:
         """Remember that the given model no longer has the weights that the ranks train."""
         if self._stale_weights is not None:
             self._stale_weights.is_stale = True

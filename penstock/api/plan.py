@@ -230,9 +230,8 @@ def plan(
     )
     start = time.monotonic()
     if is_here:
-        here = local_ranks(options.cluster.ranks)
-        here = replace(here, memory=options.cluster.memory, replicas=options.cluster.replicas)
-        options = replace(options, ranks=here, memory=None)
+        here = replace(local_ranks(options.cluster.ranks), replicas=options.cluster.replicas)
+        options = replace(options, ranks=here)
     if devices is not None:
         split_layers = TensorParallel((), sequence_parallel, overlap_collectives)
         found = _plan_devices(batch, options, devices, tensor_parallel, split_layers, preset)
@@ -249,7 +248,7 @@ def _plan_batch(batch: ExampleBatch, options: PlanOptions, is_here: bool, start:
     models = batch.measured(_microbatch_counts(options, batch))
     if is_here:
         share = next(iter(models.values())).profile.cpu_share
-        options = replace(options, ranks=ranks_that_compute(options.cluster, share), memory=None)
+        options = replace(options, ranks=ranks_that_compute(options.cluster, share))
     # Measuring counts towards the budget that the user waits for.
     seconds_left = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
     seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * options.budget_seconds)
@@ -263,8 +262,8 @@ def _plan_vocabulary_shards(
 ) -> Plan:
     """The plan with a split output layer; with "auto" shards, the better of it and the plan without."""
     is_auto = shards == AUTO
-    count = options.cluster.ranks if is_auto else as_int(shards) if not isinstance(shards, str) else None
-    if count is None or count < 2 - is_auto:
+    count = options.cluster.ranks if is_auto else as_int(shards)
+    if count is None or (count < 2 and not is_auto):
         hint = 'vocabulary_shards=2, "auto", or None'
         raise PlanError("vocabulary_shards must be a whole number, 2 or more", got=repr(shards), hint=hint)
     if batch.loss_fn is not None and batch.target is None:
@@ -352,7 +351,7 @@ def _plan_devices(
     split_layers: TensorParallel,
     preset: Device | None,
 ) -> Plan:
-    """Searches replicas x pipeline ranks x tensor parallelism x samples of a microbatch."""
+    """Search replicas x pipeline ranks x tensor parallelism x samples of a microbatch."""
     count = as_int(devices)
     if count is None or not 1 <= count <= MAX_RANKS:
         raise PlanError("devices must be a whole number, 1 or more", got=repr(devices), limit=MAX_RANKS)

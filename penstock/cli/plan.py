@@ -160,7 +160,7 @@ class Machine:
         return None if self.flops is None else DeviceSpeed(self.flops, self.memory_speed)
 
     def _check_device(self) -> None:
-        """Raise an error if --device has a value of that of `penstock train`."""
+        """Refuse the values that `--device` of `penstock train` has."""
         if self.device is not None and self.device.partition(":")[0] in ("cpu", "cuda"):
             raise PlanError(
                 "device must be the name of a device to predict for",

@@ -118,7 +118,7 @@ def train(
             has_all = steps is not None and not is_short
             reason = f"{counted(steps, 'step')} were asked for, and are done" if has_all else "the data has ended"
             echo(f"nothing left to train: {reason}")
-        elif run.steps:
+        else:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
             # Without --out, the losses of the steps before a restart or a resume are not known here.
@@ -228,7 +228,7 @@ class PlanChoice:
         if saved is None:
             return self._search(self._options)
         # Any plan gives the same losses up to rounding; the same plan gives them bit for bit.
-        if self._is_wanted(saved) and saved.plan.num_ranks == self._options.ranks:
+        if self._has_same_options(saved) and saved.plan.num_ranks == self._options.ranks:
             note(f"using the plan of the checkpoint: {saved.plan.choices.schedule} on {saved.plan.num_ranks} ranks")
             return saved.plan
         return self._search(self._same_microbatches(saved.plan))
@@ -258,7 +258,7 @@ class PlanChoice:
         if self._file is not None and (self._loaded.num_ranks == ranks or fewest is None):
             return self._loaded  # the Pipeline refuses a plan for another number of ranks
         saved = self._saved
-        if saved is not None and self._is_wanted(saved) and saved.plan.num_ranks == ranks:
+        if saved is not None and self._has_same_options(saved) and saved.plan.num_ranks == ranks:
             return saved.plan
         previous = self._loaded if self._file is not None else saved.plan if saved is not None else None
         options = self._options if previous is None else self._same_microbatches(previous)
@@ -283,8 +283,8 @@ class PlanChoice:
         checkpoints = self._job.checkpoints
         return saved_plan(checkpoints.source(self._job.attempt)) if checkpoints.checkpoint is not None else None
 
-    def _is_wanted(self, saved: "SavedPlan") -> bool:
-        """Whether a saved plan was made with the present options, or no option but --ranks is given."""
+    def _has_same_options(self, saved: "SavedPlan") -> bool:
+        """Whether a saved plan was made with the present options, or no option but --ranks is given, nor --plan."""
         # Options that did not exist when it was saved had their defaults.
         given = asdict(PlanFlags()) | saved.options if isinstance(saved.options, dict) else None
         return self._file is None and (

@@ -143,17 +143,19 @@ class PeerWatcher:
         while not self.failed_peer() and time.monotonic() < end:
             time.sleep(_EVIDENCE_SECONDS / 20)
         now = self._status.now
-        event = "timed out waiting for" if is_timeout else "lost contact with"
-        return RunError(
-            f"rank {self._status.rank} {event} the other ranks at {now.sync_point or 'a synchronisation'}",
-            step=now.step,
-            **({"deadline_seconds": self.deadline_seconds} if is_timeout else {"reason": one_line(error)}),
-            report=explain_hang(self._read_all(), time.monotonic()),
-            hint="the same calls on every rank; look at the rank named first; if it was busy and not stuck, increase "
-            + self._setting
-            if is_timeout
-            else "",
-        )
+        point, report = now.sync_point or "a synchronisation", explain_hang(self._read_all(), time.monotonic())
+        rank, step = self._status.rank, now.step
+        if is_timeout:
+            hint = "the same calls on every rank; look at the rank named first; if it was busy and not stuck, increase "
+            return RunError(
+                f"rank {rank} timed out waiting for the other ranks at {point}",
+                step=step,
+                deadline_seconds=self.deadline_seconds,
+                report=report,
+                hint=hint + self._setting,
+            )
+        problem = f"rank {rank} lost contact with the other ranks at {point}"
+        return RunError(problem, step=step, reason=one_line(error), report=report)
 
     def _location(self, code: int) -> dict[str, Any]:
         location: dict[str, Any] = {"step": self._status.now.step}

@@ -64,7 +64,7 @@ class RestartDecision(NamedTuple):
     ranks: int
     pause_seconds: float = 0.0
     end: str = ""
-    """why the run is not restarted; empty if it is"""
+    """why the run is not restarted; empty if it is, or if its policy allows no restart at all"""
 
 
 class RestartController:

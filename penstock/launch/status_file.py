@@ -71,6 +71,7 @@ _MAGIC = b"PENSTATE"
 _HEADER = struct.Struct("<8sIIqqq")  # magic, rank, number of ranks, host, pid, start of the process
 _ENTRY = struct.Struct("<qqqqiiq")  # sequence number, nanoseconds, step, code, state, peer, sequence number
 _FAILURE = struct.Struct("<qq")  # nanoseconds, length of the text that follows
+# Where the entries and the failure begin in the file, and the size of the file.
 _RING = 64
 _TEXT = _RING + NUM_RECENT * _ENTRY.size
 _SIZE = 32768

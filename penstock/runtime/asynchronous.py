@@ -246,7 +246,7 @@ class AsyncEngine(Engine):
         self._syncs = [sync.concurrent(number) for number in range(1, self._lag + 2)]
         self._losses = LossMessages(self._groups, self._last_rank, LOSS_TAG + sync.tag_offset)
         self._streams: dict[Cuts, Stream] = {}
-        self._stream_of(plan.cuts)
+        self._stream_of(plan.cuts)  # so that a plan whose stream could deadlock is refused now
         self._free_chunks: dict[object, list[Chunk]] = {}
         self._num_calls = 0
         self._causes: list[WarningCause] = []
@@ -298,7 +298,8 @@ class AsyncEngine(Engine):
         self.check_usable()
         options = step_options(False, is_timed, scale)
         if (dtype := autocast_dtype(self._model_part.device.type)) != "off":
-            # Not only in the agreement: a rank for which the shapes are known would not wait to hear how it differs.
+            # Not only in the agreement: to report how that differs, all ranks must exchange it at once, but a rank for
+            # which the shapes are known reads the votes of this step only in a later one.
             options = ", ".join(filter(None, (options, f"autocast={dtype}")))
         request = SyncRequest("step", step_number, options)
         with watch_step(self._groups.monitor, step_number, True):

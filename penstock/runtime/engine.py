@@ -59,7 +59,6 @@ from penstock.runtime.token_budget import (
 )
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
-from penstock.stages import parameter_ranks
 
 _LOG = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
@@ -110,8 +109,6 @@ class Engine:
             model_part.written_buffers,
         )
         self._warnings = StepWarnings(model_part, loss_head)
-        self._has_tied = any(len(ranks) > 1 for ranks in parameter_ranks(plan).values())
-        """whether a parameter is used on several ranks"""
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
         self._recovered: tuple[SyncRequest, float] | None = None
@@ -395,26 +392,27 @@ class Engine:
             self._split_batch(batch, step)
             compiled = self._compiled(step)
             batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
-        sums = self._size_and_loss(step, compiled)
+        size, has_loss = self._size_and_loss(step, compiled)
         # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
-        step.mean_size = sums[0]
+        step.mean_size = size
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
-        own_sums = (*(sums if groups.rank == 0 else (0.0, 0.0)), self._tied_balance(step) if self._has_tied else 0.0)
-        if groups.peers is not None:
-            own_sums = (*own_sums, self._trained_checksum(step))
-        vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
+        own_sums = (size, has_loss) if groups.rank == 0 else (0.0, 0.0)
+        trained = 0.0 if groups.peers is None else self._trained_checksum(step)
+        sums = (*own_sums, self._tied_balance(step), trained)
+        vote = SyncVote(compiled.agreement, batch_checksum, sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
             result = self._sync.exchange(request, vote)
             self._check_trained(result)
-            self._check_tied(result.sums[2])
-            step.mean_size = self._mean_size(result)
+            total_size, num_with_loss, balance, _ = result.sums
+            self._check_tied(balance)
+            step.mean_size = self._mean_size(total_size, num_with_loss)
         elif groups.is_local:
             self._sync.exchange(request, vote)
         else:
             self._sync.start(request, vote)
             # The first stage computes while votes are in transit: only the first message waits for the result.
-            self._transport.begin_step(self._finish_sync_with_tied if self._has_tied else self._sync.finish)
+            self._transport.begin_step(self._finish_sync)
         return compiled
 
     def _begin_with_sent_batch(
@@ -456,10 +454,10 @@ class Engine:
         result = self._sync.exchange(request, vote)
         self._check_trained(result)
         contents = [result.content(rank) for rank in range(groups.num_ranks)]
-        self._check_tied(sum(content[2] for content in contents))
-        sender.check_arguments([content[0] for content in contents], has_loss_fn)
-        checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
-        if len(set(checksums)) > 1:
+        masks, checksums, balances = zip(*(content[:3] for content in contents), strict=True)
+        self._check_tied(sum(balances))
+        sender.check_arguments(masks, has_loss_fn)
+        if len({checksums[0], checksums[self._last_rank]} - {0.0}) > 1:
             problem = "rank 0 and the rank of the last stage must be given the same target"
             raise RunError(problem, hint="one target").on_all_ranks()
         index, is_new = int(contents[0][3]), result.maxes[0] > 0
@@ -476,7 +474,9 @@ class Engine:
         if is_new:
             self._sync.exchange(new, SyncVote(compiled.agreement))
             sender.commit(index, step.is_training)
-        step.mean_size = self._mean_size(result)
+        total_size, *num_with_loss, _ = result.sums
+        # The target is that of rank 0 or of the rank of the last stage.
+        step.mean_size = self._mean_size(total_size, max(num_with_loss))
         return compiled
 
     def _compiled(self, step: Step) -> CompiledStep:
@@ -502,7 +502,8 @@ class Engine:
 
     def _check_trained(self, result: SyncResult) -> None:
         """Raise an error on all ranks if pipelines train different parameters: their gradients would be mixed."""
-        if len({sums[3] for sums in result.sums_by_pipeline}) < 2:
+        # The last of the sums is that of `_trained_checksum`.
+        if len({sums[-1] for sums in result.sums_by_pipeline}) < 2:
             return
         groups, parameters = self._groups, self._model_part.parameters
         texts = groups.gather_texts_of_all(json.dumps([name for name, p in parameters.items() if p.requires_grad]))
@@ -543,24 +544,25 @@ class Engine:
                     hint="the same parameters frozen on every rank",
                 ).on_all_ranks()
 
-    def _finish_sync_with_tied(self) -> None:
-        """Finish the sync at the start of a step of a pipeline with tied parameters."""
-        self._check_tied(self._sync.finish().sums[2])
+    def _finish_sync(self) -> None:
+        """Finish the sync at the start of a step, before its first message."""
+        _, _, balance, _ = self._sync.finish().sums
+        self._check_tied(balance)
 
-    def _mean_size(self, result: SyncResult) -> float:
-        """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
+    def _mean_size(self, total_size: float, num_with_loss: float) -> float:
+        """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss.
+
+        Both arguments are sums over all pipelines.
+        """
         count = self._groups.num_pipelines
-        samples, *num_with_loss = result.sums[:3]
-        # The target is that of rank 0 or, with inputs="first", of the rank of the last stage.
-        with_loss = max(num_with_loss)
-        if with_loss not in (0.0, count):
+        if num_with_loss not in (0.0, count):
             raise RunError(
                 "either all replicas or none must have a target or labels",
-                with_loss=int(with_loss) // self._groups.num_tensor_ranks,
+                with_loss=int(num_with_loss) // self._groups.num_tensor_ranks,
                 replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on the same rank of every replica or on none",
             ).on_all_ranks()
-        return samples / count
+        return total_size / count
 
     def _run_training(self, step: Step, compiled: CompiledStep, is_timed: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
@@ -679,7 +681,7 @@ class Engine:
             content=own.content if len(own.content) <= MAX_CONTENT else (),
         )
         result = self._sync.exchange(SyncRequest(_ENDS[step.is_training], step.number), vote)
-        # From here on those of all ranks.
+        # From here on, these values are those of all ranks.
         total, added, num_warnings, num_differing = result.sums
         kind, dtype, negated_output, last_bad_gradient = result.maxes
         first_bad_output = -negated_output

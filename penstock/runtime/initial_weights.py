@@ -1,4 +1,4 @@
-"""Checks that ranks which share parameters start with the same weights."""
+"""Checks that all ranks start with the same weights."""
 
 import math
 from collections.abc import Iterable

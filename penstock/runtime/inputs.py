@@ -172,7 +172,7 @@ class BatchSender:
                     nodes += [node for node in graph.nodes if node.from_inputs]
                     read.update(graph.outputs)
                 read.update(name for node in nodes for name in node.reads)
-            # An entry of a list has another number in a microbatch than in the batch, so its name does not tell which
+            # An entry of a list has another number in a microbatch than in the batch, so its name does not show which
             # one is read: all entries of a list that is read are sent.
             lists = [name for name in signature.lists if any(value.startswith(f"{name}.") for value in read)]
             signature.needed[rank] = {

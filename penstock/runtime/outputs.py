@@ -60,8 +60,8 @@ class OutputMerger:
     def __init__(self, model_part: ModelPart, loss_head: LossHead, sync: RankSync, last_rank: int) -> None:
         self._model_part, self._captured, self._loss_head = model_part, model_part.captured, loss_head
         self._sync, self._last_rank = sync, last_rank
-        self._joined: LruCache[tuple[int, int], tuple[Sequence[Recording], Any]] = LruCache()
-        """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
+        self._joined: LruCache[tuple[Recording, ...], Any] = LruCache()
+        """the shapes of the outputs of two microbatches together, by their recordings"""
         self._warned: set[str] = set()
 
     def merge(self, step: Step) -> Any:
@@ -90,8 +90,7 @@ class OutputMerger:
         weights, weights_by_value = self._loss_head.output_weights(step)
 
         def joined() -> Any:
-            key = id(recordings[0]), id(recordings[1])
-            return self._joined.get_or_make(key, lambda: (recordings[:2], self._record_joined(microbatches)))[1]
+            return self._joined.get_or_make(recordings[:2], lambda: self._record_joined(microbatches))
 
         sizes = [microbatch.size for microbatch in microbatches]
         names = self._captured.output_names(recordings[0])

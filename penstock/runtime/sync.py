@@ -454,7 +454,7 @@ def _problem(exchange: _Exchange, votes: Sequence[_PackedVote], vote: SyncVote, 
         return different_batches(batches).on_all_ranks()
     texts = exchange.texts("" if vote.agreement is None else vote.agreement.text)
     if refusing:
-        first = min(refusing, key=lambda index: votes[index].content)
+        first = min(refusing, key=lambda index: votes[index].content)  # the time of the failure, see `refuse`
         problem = RunError.from_dict(json.loads(texts[first]), **{kind: first})
         problem.repeats = True
         return problem
