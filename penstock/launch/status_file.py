@@ -49,6 +49,9 @@ SYNC_POINTS = (
     ("the recordings of step", "the number of recordings for step {step}"),
     ("the recordings of eval", "the number of recordings for eval before step {step}"),
     ("the recordings of forward", "the number of recordings for the forward before step {step}"),
+    ("the batch of step", "the comparison of batches for step {step}"),
+    ("the batch of eval", "the comparison of batches for eval before step {step}"),
+    ("the batch of forward", "the comparison of batches for the forward before step {step}"),
     ("the padding of step", "the comparison of losses without padding before step {step}"),
     ("the padding of eval", "the comparison of losses without padding before step {step}"),
     ("the shapes of a batch", "the shapes of the batch of step {step}"),
@@ -56,9 +59,12 @@ SYNC_POINTS = (
     ("unscale_", "unscale_ of the scaler before step {step}"),
     ("largest", "the comparison of values before step {step}"),
     ("full_state_dict", "full_state_dict before step {step}"),
+    ("check_optimizer", "the comparison of optimizers before step {step}"),
     ("save", "the save before step {step}"),
     ("load", "the load before step {step}"),
     ("wait_for_save", "wait_for_save before step {step}"),
+    ("forward_backward", "forward_backward of step {step}"),
+    ("the end of a first step", "the end of step {step}"),
     ("Pipeline", "the construction of the Pipeline"),
 )
 """calls that synchronise all ranks, each with its description in reports"""

@@ -7,8 +7,8 @@ import math
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from penstock.batches import (
     explain_failure,
     microbatch_kinds,
 )
-from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact, set_mode
+from penstock.capture import ARITHMETIC_DTYPES, GeneratorStates, LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
@@ -590,7 +590,8 @@ class Engine:
         monitor = self._groups.monitor
         self._runner.step, self._recovered = step, None
         try:
-            with generators_restored():
+            # Replay seeds torch's generators, and a step must not change the user's random numbers.
+            with GeneratorStates.of_torch():
                 if self._groups.is_local:
                     execute_local(compiled.rank_programs, times)
                 else:
@@ -794,19 +795,6 @@ def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_token
     if budget_tokens is not None:
         texts.append(f"budget_tokens={budget_tokens}")
     return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
-
-
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Restore torch's generators at exit: replay seeds them, and a step must not change the user's random numbers."""
-    host = torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
 
 
 def mix_seed(*numbers: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+import penstock
 from penstock.ir import Forward, Recv, encode
 from penstock.launch import (
     MAX_FAILURE_BYTES,
@@ -76,6 +78,13 @@ def test_a_syncing_rank_names_the_sync_point(tmp_path: Path) -> None:
     StatusFile.create(tmp_path, 0, 1).syncing(6, sync_point_code("the end of step"))
     assert (only(tmp_path).state, only(tmp_path).now.action) == ("syncing", "")
     assert only(tmp_path).now.sync_point == "the end of step 6"
+
+
+def test_every_sync_of_the_package_is_named_in_reports() -> None:
+    sources = Path(penstock.__file__).parent.rglob("*.py")
+    names = {name for source in sources for name in re.findall(r'SyncRequest\("([^"]+)"', source.read_text("utf-8"))}
+    assert {"step", "save", "check_optimizer", "forward_backward"} <= names
+    assert [name for name in sorted(names) if sync_point_code(name) == sync_point_code("unknown")] == []
 
 
 def test_a_new_file_is_started_and_a_missing_one_absent(tmp_path: Path) -> None:
