@@ -210,7 +210,7 @@ def _slowdown() -> float:
         return 1.0  # `_shared_cores` counts the ranks of a core
     layer = nn.TransformerEncoderLayer(_BUSY_WIDTH, 8, 4 * _BUSY_WIDTH, dropout=0.0, batch_first=True)
     batch, rank = torch.randn(1, _BUSY_SAMPLES, _BUSY_WIDTH), dist.get_rank()
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    alone, together = list[float](), list[float]()
     for _ in range(_BUSY_ROUNDS):
         for computing in ((0,), (1,), (0, 1)):
             dist.barrier()
@@ -218,9 +218,9 @@ def _slowdown() -> float:
                 start = time.perf_counter()
                 for _ in range(_BUSY_STEPS):
                     layer(batch).sum().backward()
-                seconds[len(computing) == 1].append(time.perf_counter() - start)
+                (alone if len(computing) == 1 else together).append(time.perf_counter() - start)
     # Of several times the least: other load only ever adds.
-    return min(seconds[False]) / min(seconds[True])
+    return min(together) / min(alone)
 
 
 def _run_rounds(plan: Plan) -> list[_Round]:

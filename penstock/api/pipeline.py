@@ -166,7 +166,7 @@ class Pipeline:
         # A process with the whole model trains its weights, and torch's functions see all gradients there.
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(given_model)
-        self._rank_parameters = RankParameters(part.parameters, groups.is_first) if not is_whole else None
+        self._rank_parameters = None if is_whole else RankParameters(part.parameters, groups.is_first)
         self._step_gradients = StepGradients(part.parameters)
         self._saver = Saver(part, self._sync)
 
@@ -208,7 +208,7 @@ class Pipeline:
         raise RunError("a Pipeline must not be called like a module", hint=_CALLS)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Called for attributes that a Pipeline does not have: name those of modules where they are."""
+        """Called for attributes that a Pipeline does not have: the error for those of modules names the model."""
         hint = f"\ntry: model.{name}, of the model that the Pipeline was given" if hasattr(nn.Module, name) else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 

@@ -132,7 +132,7 @@ class _Workers:
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
 
-    def start(self, configs: Sequence[WorkerConfig], job: "Job | bytes") -> None:
+    def start(self, configs: Sequence[WorkerConfig], job: Job | bytes) -> None:
         self._thread = threading.Thread(target=self._run, args=(configs, job), name="penstock-launch", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -170,7 +170,7 @@ class _Workers:
             time.sleep(0.01)
         return True
 
-    def _run(self, configs: Sequence[WorkerConfig], job: "Job | bytes") -> None:
+    def _run(self, configs: Sequence[WorkerConfig], job: Job | bytes) -> None:
         try:
             for config in configs:
                 if not self._closed.is_set():
@@ -180,7 +180,7 @@ class _Workers:
         self._started.set()
         self._closed.wait()
 
-    def _start_one(self, config: WorkerConfig, job: "Job | bytes") -> _Worker:
+    def _start_one(self, config: WorkerConfig, job: Job | bytes) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(target=run_worker, args=(config, there, job), name=f"rank {config.rank}")
         # No garbage collection between the fork and `gc.freeze` in the child: it must not finalise inherited objects.

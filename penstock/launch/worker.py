@@ -56,7 +56,7 @@ def run_before_exit(wait: Callable[[], None]) -> None:
         _BEFORE_EXIT.append(wait)
 
 
-def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes") -> None:
+def run_worker(config: WorkerConfig, connection: Connection, job: Job | bytes) -> None:
     """Run the job and send its result or its error, then wait until the launcher has the results of all ranks."""
     _set_up_process(config)
     status = None
@@ -131,7 +131,7 @@ def _set_up_process(config: WorkerConfig) -> None:
     os.environ[STATUS_DIR_VARIABLE] = config.status_dir
 
 
-def _call(job: "Job | bytes") -> Any:
+def _call(job: Job | bytes) -> Any:
     """Run the function of the rank. Processes that it forks must not return from here as if they were the rank."""
     fn, args = serialization.unpack(job) if isinstance(job, bytes) else job
     own = os.getpid()

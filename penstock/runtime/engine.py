@@ -248,10 +248,10 @@ class Engine:
         """
         groups = self._groups
         # Other replicas have other batches, and with inputs="first" other ranks have none: they agree on the check.
-        votes = groups.peers is not None or self._sender is not None
+        must_agree = groups.peers is not None or self._sender is not None
         vote_request = SyncRequest(f"the padding of {request.name}", request.step)
         pair, kind = None, None
-        with self._sync.errors_on_all_ranks(vote_request if votes else request):
+        with self._sync.errors_on_all_ranks(vote_request if must_agree else request):
             if self._model_part.replicas_share_parameters or groups.num_tensor_ranks > 1:
                 hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
                 raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
@@ -261,7 +261,7 @@ class Engine:
                 if padding.kind not in self._token_budget.checked:
                     pair, kind = compared_batches(padding), padding.kind
         is_new = pair is not None
-        if votes:
+        if must_agree:
             is_new = self._sync.exchange(vote_request, SyncVote(maxes=(float(is_new),))).maxes[0] > 0
         if not is_new:
             return batch
