@@ -263,7 +263,7 @@ class Pipeline:
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         batch = Batch(args, kwargs, target)
-        dims = self._merged_dims(output_dims)
+        dims = self._output_dims if output_dims is None else self._merged_dims(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         self._mark_model_stale()

@@ -65,11 +65,6 @@ class GeneratorStates:
         is_cuda = torch.cuda.is_initialized()
         return cls([*python_generators(), *torch_generators(is_cuda), *module_generators(modules)])
 
-    @classmethod
-    def of_torch(cls) -> "GeneratorStates":
-        """The states of torch's default generators."""
-        return cls(torch_generators(torch.cuda.is_initialized()))
-
     def have_moved(self) -> bool:
         """Whether a generator has been drawn from or seeded since."""
         return any(not _same_state(generator.get_state(), state) for generator, state in self._states)

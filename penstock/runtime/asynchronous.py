@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Batch
-from penstock.capture import ARITHMETIC_DTYPES, GeneratorStates, Recording
+from penstock.capture import ARITHMETIC_DTYPES, Recording
 from penstock.errors import PenstockError, RunError
 from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.agreement import Agreement, autocast_dtype
-from penstock.runtime.engine import Engine, step_options, tensors_requiring_grad
+from penstock.runtime.engine import Engine, generators_restored, step_options, tensors_requiring_grad
 from penstock.runtime.executor import (
     ActionTimes,
     RankProgram,
@@ -475,7 +475,7 @@ class AsyncEngine(Engine):
         monitor, times = self._groups.monitor, self._times
         self._running.append(chunk)
         try:
-            with GeneratorStates.of_torch():
+            with generators_restored():
                 if self._groups.is_local:
                     execute_local(chunk.rank_programs, times)
                 else:

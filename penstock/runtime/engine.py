@@ -7,8 +7,8 @@ import math
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from penstock.batches import (
     explain_failure,
     microbatch_kinds,
 )
-from penstock.capture import ARITHMETIC_DTYPES, GeneratorStates, LruCache, Recording, is_inexact, set_mode
+from penstock.capture import ARITHMETIC_DTYPES, LruCache, Recording, is_inexact, set_mode
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, leaves, map_leaves
 from penstock.launch import one_line
@@ -59,6 +59,7 @@ from penstock.runtime.token_budget import (
 )
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
+from penstock.stages import parameter_ranks
 
 _LOG = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
@@ -109,6 +110,8 @@ class Engine:
             model_part.written_buffers,
         )
         self._warnings = StepWarnings(model_part, loss_head)
+        self._has_tied = any(len(ranks) > 1 for ranks in parameter_ranks(plan).values())
+        """whether a parameter is used on several ranks"""
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
         self._merger = OutputMerger(model_part, loss_head, sync, self._last_rank)
         self._recovered: tuple[SyncRequest, float] | None = None
@@ -398,7 +401,7 @@ class Engine:
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         own_sums = (size, has_loss) if groups.rank == 0 else (0.0, 0.0)
         trained = 0.0 if groups.peers is None else self._trained_checksum(step)
-        sums = (*own_sums, self._tied_balance(step), trained)
+        sums = (*own_sums, self._tied_balance(step) if self._has_tied else 0.0, trained)
         vote = SyncVote(compiled.agreement, batch_checksum, sums, batch=leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
@@ -412,7 +415,7 @@ class Engine:
         else:
             self._sync.start(request, vote)
             # The first stage computes while votes are in transit: only the first message waits for the result.
-            self._transport.begin_step(self._finish_sync)
+            self._transport.begin_step(self._finish_sync_with_tied if self._has_tied else self._sync.finish)
         return compiled
 
     def _begin_with_sent_batch(
@@ -544,8 +547,8 @@ class Engine:
                     hint="the same parameters frozen on every rank",
                 ).on_all_ranks()
 
-    def _finish_sync(self) -> None:
-        """Finish the sync at the start of a step, before its first message."""
+    def _finish_sync_with_tied(self) -> None:
+        """Finish the sync at the start of a step of a pipeline with tied parameters."""
         _, _, balance, _ = self._sync.finish().sums
         self._check_tied(balance)
 
@@ -590,8 +593,7 @@ class Engine:
         monitor = self._groups.monitor
         self._runner.step, self._recovered = step, None
         try:
-            # Replay seeds torch's generators, and a step must not change the user's random numbers.
-            with GeneratorStates.of_torch():
+            with generators_restored():
                 if self._groups.is_local:
                     execute_local(compiled.rank_programs, times)
                 else:
@@ -795,6 +797,19 @@ def step_options(keeps_outputs: bool, is_timed: bool, scale: float, budget_token
     if budget_tokens is not None:
         texts.append(f"budget_tokens={budget_tokens}")
     return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Restore torch's generators at exit: replay seeds them, and a step must not change the user's random numbers."""
+    host = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
 
 
 def mix_seed(*numbers: int) -> int:
