@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -167,7 +168,9 @@ def left_over(scratch: Path, *directories: Path) -> list[str]:
                 processes.append(f"process {process.name}")
         except OSError:  # the process has ended or belongs to another user
             continue
-    return [*map(str, sorted(scratch.rglob("penstock-*"))), *processes]
+    # Unlike `Path.rglob`, `os.walk` skips directories that are removed meanwhile.
+    inside = ((directory, name) for directory, *names in os.walk(scratch) for name in chain(*names))
+    return [*sorted(os.path.join(*each) for each in inside if each[1].startswith("penstock-")), *processes]
 
 
 def listeners(pids: Iterable[int]) -> list[str] | None:

@@ -48,11 +48,18 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def children() -> set[int]:
     """The processes that this one has started and that are not reaped, zombies among them."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = {pid for task in tasks for pid in task.read_text(encoding="utf-8").split()}
+    pids = {pid for task in Path("/proc/self/task").glob("*/children") for pid in read_or_empty(task).split()}
     return {int(pid) for pid in pids if not is_pythons_own(pid)}
+
+
+def read_or_empty(path: Path) -> str:
+    """The text of a file in /proc; empty if its thread or process has ended meanwhile."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def is_pythons_own(pid: str) -> bool:
     """Whether this is the helper that multiprocessing starts once and keeps until its process ends."""
-    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return "multiprocessing.resource_tracker" in read_or_empty(Path(f"/proc/{pid}/cmdline"))
