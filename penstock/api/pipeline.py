@@ -579,7 +579,7 @@ class Pipeline:
         self._sync.exchange(request)
         state = gather_tensors(self._part.groups, own, self._part.device, bool(everywhere))
         self._sync.operation_ended()
-        return self._part.rows.join(state)
+        return self._part.with_shared_names(self._part.rows.join(state))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
