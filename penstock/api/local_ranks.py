@@ -37,12 +37,12 @@ from penstock.ir import (
     stage_of,
 )
 from penstock.launch import launch, num_cores
-from penstock.measure import Cache, device_name, measure_copies
+from penstock.measure import Cache, Clock, device_name, measure_copies
 from penstock.planner import Measured, PlanOptions, search
 
 MEASURE_RANKS_VARIABLE = "PENSTOCK_MEASURE_RANKS"
 """an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
-_METHOD = 5
+_METHOD = 6
 """increased when the method of measuring changes: then cached results are not used"""
 _MICROBATCHES = 8
 _WARM_UP, _MIN_STEPS, _MAX_STEPS, _STEPS_SECONDS = 2, 4, 12, 0.3
@@ -210,15 +210,19 @@ def _slowdown() -> float:
         return 1.0  # `_shared_cores` counts the ranks of a core
     layer = nn.TransformerEncoderLayer(_BUSY_WIDTH, 8, 4 * _BUSY_WIDTH, dropout=0.0, batch_first=True)
     batch, rank = torch.randn(1, _BUSY_SAMPLES, _BUSY_WIDTH), dist.get_rank()
+    # Without the time in which other programs had the core: it depends on how many they are, not on this machine.
+    clock = Clock(batch.device)
     alone, together = list[float](), list[float]()
+
+    def compute() -> None:
+        for _ in range(_BUSY_STEPS):
+            layer(batch).sum().backward()
+
     for _ in range(_BUSY_ROUNDS):
         for computing in ((0,), (1,), (0, 1)):
             dist.barrier()
             if rank in computing:
-                start = time.perf_counter()
-                for _ in range(_BUSY_STEPS):
-                    layer(batch).sum().backward()
-                (alone if len(computing) == 1 else together).append(time.perf_counter() - start)
+                (alone if len(computing) == 1 else together).append(clock.seconds(compute)[0])
     # Of several times the least: other load only ever adds.
     return min(together) / min(alone)
 

@@ -257,7 +257,9 @@ class Pipeline:
         """
         if self._saver.background.error is not None:  # an asynchronous save has failed meanwhile
             self._saver.check(SyncRequest("step", self.num_steps))
-        budget = self._checked_options("step", target, return_outputs, losses, budget_tokens)
+        budget = self._checked_options("step", target, return_outputs, output_dims, losses, budget_tokens)
+        if not isinstance(record, bool):
+            self._refuse_ambiguous("step", "record")
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
         if self._loss_head.scaler is not None:
@@ -301,7 +303,7 @@ class Pipeline:
         Raises:
             RunError: as in `step`
         """
-        budget = self._checked_options("eval", target, return_outputs, losses, budget_tokens)
+        budget = self._checked_options("eval", target, return_outputs, output_dims, losses, budget_tokens)
         self.drain()
         dims = self._merged_dims(output_dims)
         batch = Batch(args, kwargs, target)
@@ -579,7 +581,7 @@ class Pipeline:
         self._sync.exchange(request)
         state = gather_tensors(self._part.groups, own, self._part.device, bool(everywhere))
         self._sync.operation_ended()
-        return self._part.rows.join(state)
+        return self._part.with_shared_names(self._part.rows.join(state))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -756,12 +758,22 @@ class Pipeline:
         return float(value)
 
     def _checked_options(
-        self, call: str, target: object, return_outputs: object, losses: object, budget_tokens: object
+        self,
+        call: str,
+        target: object,
+        return_outputs: object,
+        output_dims: object,
+        losses: object,
+        budget_tokens: object,
     ) -> dict[str, int]:
         """Check the options that `step` and `evaluate` share; raises an error, on every rank, if one is not usable.
 
         Returns the token budget, if there is one, as an argument of the engine: an AsyncEngine does not take it.
         """
+        if return_outputs:
+            self._refuse_ambiguous(call, "return_outputs")
+        if output_dims is not None:
+            self._refuse_ambiguous(call, "output_dims")
         if losses is not None:
             self._refuse_ambiguous(call, "losses")
             if call == "step" and isinstance(self._engine, AsyncEngine):

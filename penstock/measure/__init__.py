@@ -17,4 +17,4 @@ from penstock.measure.links import measure_copies, measure_links
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import AllocationTracker
 from penstock.measure.profiler import estimate, measure
-from penstock.measure.timing import device_name, measure_speed
+from penstock.measure.timing import Clock, device_name, measure_speed

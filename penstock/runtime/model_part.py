@@ -60,6 +60,7 @@ class ModelPart:
         `checks_model`: ranks compare the code, constants and weights of their models.
         """
         _check_model(plan, model)
+        self._shared_names = _shared_names(model)
         self.groups = groups
         checks_model = checks_model and not groups.is_local
         self._description = describe_model(model, Granularity.of(plan.graph).opened) if checks_model else ()
@@ -228,6 +229,18 @@ class ModelPart:
         """Parameters and buffers by their original names, also before the weights are loaded."""
         return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
 
+    def with_shared_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state with each of its tensors under all names that the tensor has in the unsplit model.
+
+        A stage has the names that its blocks use, so that one which no block uses would be missing.
+        """
+        named = dict(state)
+        for names in self._shared_names:
+            found = next((state[name] for name in names if name in state), None)
+            if found is not None:
+                named |= {name: found for name in names if name not in state}
+        return named
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the tensors of this process; nothing is changed unless all of them fit."""
         if isinstance(state, Mapping) and not self.loss_state & state.keys():
@@ -242,6 +255,16 @@ class ModelPart:
             tensors = stage.state_dict()
             stage.load_state_dict({name: distribute_like(state[name], tensor) for name, tensor in tensors.items()})
         self.has_weights, self.weights_error = True, None
+
+
+def _shared_names(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter and buffer that the state dict of the model has under several names."""
+    with internal_call():
+        state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: set[str]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from penstock.api import local_ranks
 from penstock.ir import Cluster, Overhead, Replicas, StageCosts
+from penstock.measure import timing
 
 FOUND = Cluster(2, latency=1e-5, bandwidth=1e9, overhead=Overhead(0.1, 0.2, 0.3))
 X = torch.ones(4, 8)
@@ -117,10 +118,12 @@ def test_ranks_slow_each_other_down_as_far_as_the_model_uses_their_cores(measure
 def test_ranks_that_compute_at_the_same_time_are_measured(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks.dist, "barrier", lambda: None)
     monkeypatch.setattr(local_ranks.dist, "get_rank", lambda: 0)
-    # A step takes 1 alone and 1.5 with the other rank, or longer, by other load.
-    taken = [1.0, 1.5, 2.0, 3.0] * local_ranks._BUSY_ROUNDS
-    clock = iter([float(second) for index, each in enumerate(taken) for second in (10 * index, 10 * index + each)])
-    monkeypatch.setattr(local_ranks.time, "perf_counter", lambda: next(clock))
+    # A step takes 1 alone and 1.5 with the other rank, or longer, by other load. Another program has the core before.
+    taken, wait = [1.0, 1.5, 2.0, 3.0] * local_ranks._BUSY_ROUNDS, 0.5
+    clock = iter([float(t) for index, each in enumerate(taken) for t in (10 * index, 10 * index + each + wait)])
+    waited = iter([index * wait for index in range(2 * len(taken))])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing, "waited_seconds", lambda: next(waited))
     assert local_ranks._slowdown() == 1.5
     monkeypatch.setattr(local_ranks, "num_cores", lambda: 1)
     assert local_ranks._slowdown() == 1.0

@@ -93,6 +93,29 @@ def test_a_model_with_a_parameter_losses_gets_it_by_position() -> None:
     assert torch.allclose(found, mse_loss(model(X, Y), Y).detach())
 
 
+class TakingOptions(nn.Module):
+    """Has parameters with the names of options of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList((Block(), Block()))
+
+    def forward(self, x: Tensor, return_outputs: float = 1.0, output_dims: float = 1.0, record: float = 1.0) -> Tensor:
+        """Scaled by all arguments."""
+        return self.blocks[1](self.blocks[0](x)) * return_outputs * output_dims * record
+
+
+@pytest.mark.parametrize("name", ["return_outputs", "output_dims", "record"])
+def test_an_option_that_may_be_an_argument_of_the_model_is_refused(name: str) -> None:
+    model = seeded(TakingOptions())
+    pipe = pipe_of(model)
+    with pytest.raises(penstock.RunError, match=f"{name} is ambiguous.*\ntry: pass it to the model by position"):
+        pipe.step(X, target=Y, **{name: 0.5})
+    found = pipe.step(X, 0.5, 0.5, 0.5, target=Y).loss
+    assert torch.allclose(found, mse_loss(model(X, 0.125), Y).detach())
+    assert pipe.step(X, target=Y, record=True).trace is not None  # as in `fit`
+
+
 @pytest.mark.parametrize("count", [0, 1.5, "3"])
 def test_max_active_stages_must_be_a_count(count: Any) -> None:
     with pytest.raises(penstock.RunError, match="max_active_stages must be an integer of 1 or more"):

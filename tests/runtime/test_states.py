@@ -52,6 +52,33 @@ def test_a_state_may_have_tensors_of_any_type(pools: Pools) -> None:
         assert_identical(found, expected)
 
 
+class SecondNames(nn.Module):
+    """A parameter and a buffer with a second name that no block uses, as the bias of BERT's output layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain(4)
+        self.bias = self.blocks[3].linear.bias
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("same_scale", self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The blocks, and one of the names of the buffer."""
+        return self.blocks(x) * self.same_scale
+
+
+def state_with_second_names() -> dict[str, Tensor]:
+    model = SecondNames()
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    return penstock.Pipeline(model, plan, loss_fn=mse_loss).full_state_dict(everywhere=True)
+
+
+def test_a_state_has_every_name_of_a_tensor(pools: Pools) -> None:
+    expected = SecondNames().state_dict()
+    for state in pools[2].run(state_with_second_names):
+        assert_identical(state, expected)
+
+
 def shard(stage: nn.Module, mesh: Any) -> None:
     for block in list(stage.children()):
         fully_shard(block, mesh=mesh["dp"])
