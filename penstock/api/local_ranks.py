@@ -54,8 +54,8 @@ _WAIT = 1e-3
 """seconds that a pass waits, so that the runtime finds the caches cold, as after real work"""
 _WIDTH, _SAMPLES = 256, 16
 """of the values that are sent: 16 KiB"""
-_BUSY_ROUNDS, _BUSY_STEPS = 8, 4
-"""how often both ranks compute, one at a time and together, and how many steps of a layer each time"""
+_BUSY_ROUNDS = 8
+"""how often a rank computes a step of a layer alone, and how often both ranks do so at the same time"""
 _BUSY_WIDTH, _BUSY_SAMPLES = 512, 256
 """of that layer: weights of 12 MiB and activations of 6 MiB"""
 
@@ -116,7 +116,7 @@ class _RankCosts(NamedTuple):
     copies: tuple[MessageCpu, ...]
     """what it takes to copy large messages"""
     slowdown: float
-    """how many times longer the rank computes while the other does so too"""
+    """how many times longer the rank computes while the other does so too, measured by the first rank"""
 
 
 class _Round(NamedTuple):
@@ -143,7 +143,7 @@ def _measure_ranks() -> tuple[Cluster, bool]:
         # Below zero if the receiver wakes before the sender has recorded the end of its Send: then it adds nothing.
         latency=max(0.0, min(_latency(each.trace) for each in first.rounds)),
         # Ranks copy messages themselves: they take no time between a Send and the receiver's copy.
-        overhead=replace(overhead, messages=first.copies, slowdown=max(1.0, first.slowdown, last.slowdown)),
+        overhead=replace(overhead, messages=first.copies, slowdown=max(1.0, first.slowdown)),
     )
     return found, is_reliable
 
@@ -205,24 +205,27 @@ def _measure_rank(plan: Plan) -> _RankCosts:
 
 
 def _slowdown() -> float:
-    """How many times longer this rank takes for the steps of a layer while the other rank computes too."""
+    """How many times longer the first rank takes for a step of a layer while the other rank computes too."""
     if num_cores() < 2:
         return 1.0  # `_shared_cores` counts the ranks of a core
     layer = nn.TransformerEncoderLayer(_BUSY_WIDTH, 8, 4 * _BUSY_WIDTH, dropout=0.0, batch_first=True)
-    batch, rank = torch.randn(1, _BUSY_SAMPLES, _BUSY_WIDTH), dist.get_rank()
+    batch, is_first = torch.randn(1, _BUSY_SAMPLES, _BUSY_WIDTH), dist.get_rank() == 0
     # Without the time in which other programs had the core: it depends on how many they are, not on this machine.
     clock = Clock(batch.device)
     alone, together = list[float](), list[float]()
 
-    def compute() -> None:
-        for _ in range(_BUSY_STEPS):
-            layer(batch).sum().backward()
+    def compute() -> float:
+        return clock.seconds(lambda: layer(batch).sum().backward())[0]
 
+    compute()
     for _ in range(_BUSY_ROUNDS):
-        for computing in ((0,), (1,), (0, 1)):
-            dist.barrier()
-            if rank in computing:
-                (alone if len(computing) == 1 else together).append(clock.seconds(compute)[0])
+        dist.barrier()
+        if is_first:
+            alone.append(compute())
+        dist.barrier()
+        together.append(compute())
+    if not is_first:
+        return 1.0
     # Of several times the least: other load only ever adds.
     return min(together) / min(alone)
 

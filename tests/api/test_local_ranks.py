@@ -64,7 +64,7 @@ def test_passes_that_cost_nothing_in_half_of_the_measurement_are_unreliable(monk
     def runs(*alone: float) -> list[Any]:
         """What two ranks return: passes of a second with the runtime, which take so many seconds without it."""
         rounds = [local_ranks._Round(trace.makespan + 0.5, trace, (each, each)) for each in alone]
-        return [local_ranks._RankCosts(rounds, (), slowdown) for slowdown in (1.25, 0.75)]
+        return [local_ranks._RankCosts(rounds, (), slowdown) for slowdown in (1.25, 1.0)]
 
     trace = penstock.simulate(local_ranks._plan(), StageCosts((1.0, 1.0), (0.5, 0.5), (0.5, 0.5)))
     for alone, is_reliable in ((0.0, 0.2), True), ((0.0, 1.0), False), ((1.0, 1.0), False):
@@ -119,7 +119,7 @@ def test_ranks_that_compute_at_the_same_time_are_measured(measured: list[int], m
     monkeypatch.setattr(local_ranks.dist, "barrier", lambda: None)
     monkeypatch.setattr(local_ranks.dist, "get_rank", lambda: 0)
     # A step takes 1 alone and 1.5 with the other rank, or longer, by other load. Another program has the core before.
-    taken, wait = [1.0, 1.5, 2.0, 3.0] * local_ranks._BUSY_ROUNDS, 0.5
+    taken, wait = [7.0, *[1.0, 1.5, 2.0, 3.0] * local_ranks._BUSY_ROUNDS], 0.5
     clock = iter([float(t) for index, each in enumerate(taken) for t in (10 * index, 10 * index + each + wait)])
     waited = iter([index * wait for index in range(2 * len(taken))])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
