@@ -183,7 +183,7 @@ ROWS = (
         Metric(_GPT, "{}", ".2f", ("one process",)),
     ),
     Row("the same speed / torch's", "runtime_compute", Metric(_GPT, "{}", ".2f", ("torch",), without="mean")),
-    Row("the same, mean of the schedules", "runtime_compute", Metric(_GPT, "{}", ".2f", ("mean",))),
+    Row("the same speed / torch's, mean of the schedules", "runtime_compute", Metric(_GPT, "{}", ".2f", ("mean",))),
     Row(
         "predicted against measured step, 20 random plans, median error",
         "prediction",
