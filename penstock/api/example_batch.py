@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.api.arguments import LossFn, check_batch, check_loss_fn, check_split
 from penstock.api.measuring import BUDGET_SECONDS, measure, measured_model
 from penstock.batches import Batch, BatchSplitter, Microbatch, Split, explain_failure, find_split
-from penstock.capture import Captured, Granularity, find_head, with_loss
+from penstock.capture import Captured, Granularity, check_model, find_head, with_loss
 from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, NoLossError, PenstockWarning, PlanError
 from penstock.ir import DeviceSpeed, Graph, Profile, SplitRule
@@ -47,6 +47,7 @@ class ExampleBatch:
         if not isinstance(self.model, nn.Module):
             hint = "penstock.plan(model, args, ranks=..., microbatches=...)"
             raise PlanError("model must be a torch.nn.Module", got=type(self.model).__name__, hint=hint)
+        check_model(self.model)
         check_batch(self.args, self.kwargs, PlanError)
         if self.speed is not None and not isinstance(self.speed, DeviceSpeed):
             hint = "penstock.measure_speed(), or penstock.DeviceSpeed(...)"

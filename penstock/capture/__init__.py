@@ -30,7 +30,7 @@ The files, in the order in which to read them:
     lru_cache.py      a bounded cache
 """
 
-from penstock.capture.captured import Captured, capture, without_cache
+from penstock.capture.captured import Captured, capture, check_model, without_cache
 from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.dtypes import (
     ARITHMETIC_DTYPES,

@@ -50,7 +50,7 @@ def capture(
     granularity: Granularity = Granularity(),  # noqa: B008
 ) -> "Captured":
     """Record the model on one example batch. The model is left exactly as it was."""
-    _check_model(model)
+    check_model(model)
     _check_arguments(args, kwargs)
     captured = Captured(model, granularity, tuple(args), dict(kwargs or {}))
     captured.record_example()
@@ -382,7 +382,8 @@ def without_cache(
 # Checks
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Refuse what cannot be recorded at all."""
     if not isinstance(model, nn.Module):
         raise CaptureError("model must be a torch.nn.Module", got=type(model).__name__)
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):

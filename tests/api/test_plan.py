@@ -120,6 +120,12 @@ def test_something_that_is_no_model_is_refused():
         penstock.plan(lambda x: x, (X,), ranks=2, microbatches=4)
 
 
+def test_a_model_whose_parameters_have_no_shape_yet_is_refused():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))
+    with pytest.raises(CaptureError, match=r"no shape before the first forward .*\ntry: call the model once"):
+        penstock.plan(model, (torch.ones(4, 4),), ranks=2, microbatches=2)
+
+
 def test_a_batch_that_the_model_does_not_take_is_refused():
     with pytest.raises((CaptureError, RunError)):
         penstock.plan(MODEL, (torch.randn(8, 5),), ranks=2, microbatches=4)
