@@ -754,13 +754,16 @@ class Engine:
             effect = "the step was dropped, and gradients, weights and buffers were restored"
         else:
             effect = "the step and all accumulated gradients were dropped"
+        hint = origin.hint if origin else NONFINITE_HINT
+        if self._options.nonfinite == "raise":
+            hint += '; or nonfinite="skip" in RunOptions, to continue without this batch'
         error = RunError(
             f"loss or gradient is NaN or Inf; {effect}",
             step=step.number,
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",
             **(origin.error_values if origin else {"nodes": f"{nodes[0]} to {nodes[-1]}"}),
-            hint=origin.hint if origin else NONFINITE_HINT,
+            hint=hint,
         )
         if self._options.nonfinite == "raise":
             raise error.on_all_ranks()

@@ -23,7 +23,7 @@ from penstock.runtime.tensor_parallel import stored_entries
 from penstock.stages import Stage
 
 INPUT, TARGET, PARAMETER, BUFFER = "input", "target", "parameter", "buffer"
-NONFINITE_HINT = 'a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to continue without this batch'
+NONFINITE_HINT = "a smaller learning rate, or clip_grad_norm_"
 
 
 class Extremes:
@@ -88,7 +88,7 @@ class NonfiniteOrigin:
     def hint(self) -> str:
         """The suggestion in the error message."""
         if self.kind in (INPUT, TARGET):
-            return 'a batch without NaN and Inf, or nonfinite="skip" to continue without this one'
+            return "a batch without NaN and Inf"
         if self.kind in (PARAMETER, BUFFER):
             return "weights from before an earlier step broke them: pipe.load(directory) of a checkpoint"
         return NONFINITE_HINT
