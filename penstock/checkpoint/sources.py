@@ -88,8 +88,14 @@ def _file_name(file: object, index: Path) -> str:
 
 
 def unknown_contents(directory: Path) -> CheckpointError:
-    """The error for a directory that is neither a checkpoint nor a Hugging Face model."""
+    """The error for a directory that has no checkpoint; for a caller that loads Hugging Face models, none of these."""
     names = sorted(item.name for item in directory.iterdir())
+    if SINGLE in names or INDEX in names:
+        return CheckpointError(
+            "this directory holds the weights of a model, and no checkpoint of a training",
+            path=directory,
+            hint="a model that is created with these weights, as by from_pretrained; in Python pipe.load(directory)",
+        )
     if any(name in names for name in _PICKLED):
         return CheckpointError(
             "these weights are pickled, and loading them could run any code",

@@ -55,6 +55,10 @@ _TEXTS = {
     "a target of the loss function is given by name: pipe.step(x, target=y)": (
         "--loss NAME, if a batch is a pair of inputs and target"
     ),
+    "pipe.load(directory), where save_pretrained wrote, or pipe.load_state_dict(state)": (
+        "--weights, for random weights of an hf: model; for others FILE.py:FUNCTION that returns a model with weights"
+    ),
+    ', or inputs="first"': "",
 }
 
 

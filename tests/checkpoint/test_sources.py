@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint import open_tensors
+from penstock.checkpoint import find_checkpoints, open_tensors
 from penstock.errors import CheckpointError
 
 NUMBERS = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
@@ -67,6 +67,13 @@ def test_other_files_are_refused_with_a_hint(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=OTHERS[name]) as refusal:
         open_tensors(tmp_path)
     assert refusal.value.hint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_weights_alone_are_no_checkpoint_to_resume_from(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"no checkpoint of a training .*\ntry: a model that is created with"):
+        find_checkpoints(tmp_path)
 
 
 def test_anything_but_a_directory_is_refused(tmp_path: Path) -> None:

@@ -30,12 +30,22 @@ from tests.cli.checkpoint_runs import in_a_copy
 from tests.leftovers import wait_until
 
 FILE = """\
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 def build():
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.ones(8, 4)
+
+def without_weights():
+    with torch.device("meta"):
+        return build()
+
+def unequal():
+    while True:
+        yield torch.full((8, 4), float(os.getpid())), torch.zeros(8, dtype=torch.long)
 
 def batches():
     generator = torch.Generator().manual_seed(1)
@@ -112,6 +122,16 @@ MISTAKES = {
         (*TRAIN, "--data", "model.py:batches"),
         5,
         "--loss NAME, if a batch is a pair of inputs and target",
+    ),
+    "a model without weights": (
+        ("train", "model.py:without_weights", *GOOD[2:]),
+        5,
+        "try: --weights, for random weights of an hf: model; for others FILE.py:FUNCTION",
+    ),
+    "other batches on other ranks": (
+        (*GOOD, "--data", "model.py:unequal"),
+        5,
+        "try: the same batch on every rank (with the same seed of the data loader)\n",
     ),
     "no batches": ((*GOOD, "--data", "model.py:none"), 5, "the data has no batches"),
     "data that is none": ((*GOOD, "--data", "model.py:number"), 2, "the data function must return batches"),
