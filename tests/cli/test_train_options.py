@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.api.step_logs import Csv
-from penstock.ir import Run
+from penstock.ir import Run, seconds_text
 
 FILE = """\
 import torch
@@ -119,7 +119,9 @@ def test_all_options_on_replicas_with_a_resume_are_a_plain_loop(call, tmp_path: 
     assert first.exit_code == 0, first.output
     second = call(*command, "--callback", "model.py:note")
     assert second.exit_code == 0, second.output
-    steps = Run.load(tmp_path / "run" / "run.json").steps
+    run = Run.load(tmp_path / "run" / "run.json")
+    steps = run.steps
+    assert f"{seconds_text(2 * run.plan.predicted.makespan)} predicted" in second.output
     assert Csv(tmp_path / "log.csv").read() == steps
     assert [metrics.step for metrics in steps] == list(range(STEPS))
     for metrics, expected in zip(steps, plain_rows(tmp_path / "model.py"), strict=True):
