@@ -250,6 +250,21 @@ class Keeping(Blocks):
         return self.run(x - self.mean.clone() if self.is_used else x)
 
 
+class Prices(Blocks):
+    """Adds the sum of a table, which may be as long as the batch."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.run(x) + table.sum()
+
+
+def test_a_table_as_long_as_the_batch_is_named_in_the_warning() -> None:
+    model, batch = Prices(), (torch.randn(4, 4), torch.randn(4))
+    with pytest.warns(penstock.PenstockWarning, match=r"\ntry: split=\{'table': None\}, with which they are; "):
+        quick_plan(model, batch, ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, batch, ranks=2, microbatches=2, schedule="1f1b", split={"table": None})
+    assert penstock.check(model, plan, batch, loss_fn=functional.mse_loss, target=torch.randn(4, 4)).whole.ok
+
+
 def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None:
     batch = (torch.randn(4, 4),)
     with pytest.warns(penstock.PenstockWarning, match=r"uses buffers that it writes, .* for the batch: mean; results"):
