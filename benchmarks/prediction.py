@@ -5,11 +5,14 @@ cores overlap.
 """
 
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -95,19 +98,22 @@ def computing(
     def lines() -> Iterator[Line]:
         model, (tokens, wanted) = gpt(sizes), batch(sizes)
         runs = []
-        for name in names:
-            plan = penstock.plan(
-                model,
-                (tokens,),
-                ranks=ranks,
-                microbatches=sizes.microbatches,
-                schedule=name,
-                budget_seconds=_PLAN_SECONDS,
-                # The loss runs in the passes of the last stage.
-                loss_fn=loss,
-                target=wanted,
-            )
-            runs.append(Run(name, plan, lambda: gpt(sizes), tokens, wanted))
+        # Measured now: a virtual machine is not equally fast at all hours, and the user's cache may have a profile of
+        # another one.
+        with TemporaryDirectory() as cache, mock.patch.dict(os.environ, PENSTOCK_CACHE=cache):
+            for name in names:
+                plan = penstock.plan(
+                    model,
+                    (tokens,),
+                    ranks=ranks,
+                    microbatches=sizes.microbatches,
+                    schedule=name,
+                    budget_seconds=_PLAN_SECONDS,
+                    # The loss runs in the passes of the last stage.
+                    loss_fn=loss,
+                    target=wanted,
+                )
+                runs.append(Run(name, plan, lambda: gpt(sizes), tokens, wanted))
         yield from _compared(runs, loss, times, limit)
 
     columns = ("schedule", "predicted", "measured", "load", "error")
