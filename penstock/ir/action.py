@@ -7,7 +7,9 @@ gradient exist. Actions need facts and make facts; it does not matter whether a 
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir.placement import MAX_STAGES, Cuts
@@ -17,6 +19,11 @@ MAX_MICROBATCHES = 65536
 
 class Kind(IntEnum):
     """The instruction of an action. The values are part of the integer codes of orders.py, below 16 each."""
+
+    # NumPy looks these up for an operation with an array. Before Python 3.12 an enum answers that with Python code, and
+    # NumPy would ignore a KeyboardInterrupt that is raised there: ctrl-c during a long operation would have no effect.
+    __array_ufunc__: Any = np.ndarray.__array_ufunc__
+    __array_function__: Any = np.ndarray.__array_function__
 
     FORWARD = 0
     BACKWARD = 1
