@@ -10,7 +10,6 @@
 import argparse
 import sys
 import time
-from datetime import UTC, datetime
 
 from benchmarks import (
     asynchronous,
@@ -92,7 +91,7 @@ def main(args: list[str]) -> int:
         # `show` measures the table.
         tables = tuple(table.show() for table in selected if options.table in table.title)
         seconds = time.perf_counter() - start
-        runs[name] = results.Run(f"{datetime.now(UTC):%Y-%m-%d}", results.machine(), seconds, tables)
+        runs[name] = results.Run(results.machine(), seconds, tables)
         if options.write and tables:
             results.write(name, runs[name], [table.title for table in available])
     rows = results.readme_rows(runs)

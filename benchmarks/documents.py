@@ -22,8 +22,11 @@ def measured(runs: dict[str, results.Run]) -> str:
     for row in results.readme_rows(runs):
         met = "yes" if row.is_met else "**no**"
         rows.append(f"| {row.what} | {row.result} | {row.target} | {met} | `B {row.benchmark}` |")
-    shown = [runs[row.benchmark] for row in results.ROWS if row.benchmark in runs]
-    dates, machines = sorted({run.date for run in shown}), sorted({run.machine for run in shown})
+    shown = {name: run for name, run in runs.items() if any(row.benchmark == name for row in results.ROWS)}
+    machines = sorted({run.machine for run in shown.values()})
+    dates = sorted(
+        {table.date for name, run in shown.items() for table in run.tables if results.is_in_readme(name, table)}
+    )
     text = (
         f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each result and its "
         "comparison are from one run. `B` is `.venv/bin/python -m benchmarks`."

@@ -16,8 +16,6 @@ PATH = Path(__file__).with_name("results.json")
 class Run:
     """The results of one benchmark."""
 
-    date: str
-    """when the last table was measured"""
     machine: str
     """such as "2 CPU cores" """
     seconds: float
@@ -46,10 +44,10 @@ def read(path: Path | None = None) -> dict[str, Run]:
     runs = {}
     for name, run in json.loads(path.read_text(encoding="utf-8")).items():
         tables = tuple(
-            Table(each["title"], tuple(each["columns"]), [_line(**line) for line in each["lines"]])
+            Table(each["title"], tuple(each["columns"]), [_line(**line) for line in each["lines"]], each["date"])
             for each in run["tables"]
         )
-        runs[name] = Run(run["date"], run["machine"], run["seconds"], tables)
+        runs[name] = Run(run["machine"], run["seconds"], tables)
     return runs
 
 
@@ -65,15 +63,15 @@ def write(name: str, run: Run, titles: Sequence[str]) -> None:
     document: dict[str, Any] = {}
     for each, stored in sorted(runs.items()):
         shown = [
-            {"title": table.title, "columns": table.columns, "lines": [_fields(line) for line in table.lines]}
+            {
+                "title": table.title,
+                "date": table.date,
+                "columns": table.columns,
+                "lines": [_fields(line) for line in table.lines],
+            }
             for table in stored.tables
         ]
-        document[each] = {
-            "date": stored.date,
-            "machine": stored.machine,
-            "seconds": round(stored.seconds, 1),
-            "tables": shown,
-        }
+        document[each] = {"machine": stored.machine, "seconds": round(stored.seconds, 1), "tables": shown}
     PATH.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Table:
     title: str
     columns: tuple[str, ...]
     lines: Iterable[Line]
+    date: str = ""
+    """when the lines were measured; empty before"""
 
     @property
     def passes(self) -> bool:
@@ -52,7 +55,7 @@ class Table:
         for line in self.lines:
             print(_text(line.row), flush=True)
             lines.append(line)
-        return replace(self, lines=lines)
+        return replace(self, lines=lines, date=f"{datetime.now(UTC):%Y-%m-%d}")
 
 
 def _text(row: tuple[str, ...]) -> str:

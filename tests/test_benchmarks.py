@@ -115,6 +115,15 @@ def test_every_row_of_the_readme_whose_benchmark_is_stored_shows_its_results():
     assert [row.what for row in results.readme_rows(stored)] == rows
 
 
+def test_the_readme_has_the_dates_of_its_own_tables(monkeypatch):
+    row = results.Row("planning", "joint_plan", results.Metric("Llama", "{} s", ".0f"))
+    monkeypatch.setattr(results, "ROWS", (row,))
+    dates = {"Llama on 8 ranks": "2026-02-03", "Llama on 16 ranks": "2026-03-04", "GPT": "2026-01-02"}
+    tables = tuple(Table(title, ("what",), [Line(("a",), 1.0, 2.0)], date) for title, date in dates.items())
+    text = documents.measured({"joint_plan": results.Run("2 CPU cores", 1.0, tables)})
+    assert text.startswith("On 2 CPU cores, 2026-02-03 to 2026-03-04. ")
+
+
 def test_cpu_seconds_are_those_of_the_fastest_call():
     sizes = iter([200_000, 1, 200_000])
     assert cpu_seconds(lambda: sum(range(next(sizes))), repeats=3) < 0.001
