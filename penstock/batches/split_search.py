@@ -225,7 +225,8 @@ class _Search:
                 return self.decide([rules, *islice(self._with_whole_arguments(rules), _MAX_CANDIDATES)])
             except RunError:
                 return rules
-        if _interact(ran[0], ran[1:], few.size, self._rounding):
+        # Not if other draws or other buffers may have changed the results.
+        if _interact(ran[0], ran[1:], few.size, self._rounding) and self._is_pure:
             self._warn_of_interaction(next(iter(few.axes)), self._whole_arguments_that_fit(rules))
         return rules
 
@@ -270,24 +271,26 @@ class _Search:
         return whole.take(0, min(whole.size, _FEW))
 
     def _warn_of_interaction(self, name: str, whole: Sequence[str]) -> None:
-        """Warn that samples interact, unless other draws or other buffers may have changed the results.
+        """Warn that samples interact.
 
         `name` is an argument that was split. With those in `whole` passed whole, if there are any, nothing interacts.
         """
-        if self._is_pure:
-            fix = f"split={{{name!r}: 1}} if another dimension than the first holds the samples"
-            if whole:
-                fix = f"split={{{', '.join(f'{each!r}: None' for each in whole)}}}, with which they are"
-            _warn(
-                "the results of a sample depend on the samples beside it, so that those of microbatches are not those "
-                f"of the batch\ntry: {fix}; penstock.check compares the gradients with those of the whole batch"
-            )
+        fix = f"split={{{name!r}: 1}} if another dimension than the first holds the samples"
+        if whole:
+            fix = f"split={{{', '.join(f'{each!r}: None' for each in whole)}}}, with which they are equal"
+        _warn(
+            "the results of a sample depend on the samples beside it, so that those of microbatches are not those "
+            f"of the batch\ntry: {fix}; penstock.check compares the gradients with those of the whole batch"
+        )
 
     def _whole_arguments_that_fit(self, rules: Split) -> list[str]:
         """The arguments that passed whole, beside the rules, give the results of the whole batch; empty if none do."""
         whole = self._run(self._args, self._kwargs)
         for more in islice(self._with_whole_arguments(rules), _MAX_CANDIDATES) if whole is not None else ():
-            halves = self._halves(more)
+            try:
+                halves = self._halves(more)
+            except RunError:  # such as for sizes of a ragged argument, which must be split
+                continue
             results = [result for half in halves if (result := self._run(half.args, half.kwargs)) is not None]
             sizes = [half.size for half in halves]
             if len(results) == len(halves) and _compare(whole, results, sizes, self._rounding) == _EQUAL:

@@ -259,10 +259,24 @@ class Prices(Blocks):
 
 def test_a_table_as_long_as_the_batch_is_named_in_the_warning() -> None:
     model, batch = Prices(), (torch.randn(4, 4), torch.randn(4))
-    with pytest.warns(penstock.PenstockWarning, match=r"\ntry: split=\{'table': None\}, with which they are; "):
+    with pytest.warns(penstock.PenstockWarning, match=r"\ntry: split=\{'table': None\}, with which they are equal; "):
         quick_plan(model, batch, ranks=2, microbatches=2, schedule="1f1b")
     plan = quick_plan(model, batch, ranks=2, microbatches=2, schedule="1f1b", split={"table": None})
     assert penstock.check(model, plan, batch, loss_fn=functional.mse_loss, target=torch.randn(4, 4)).whole.ok
+
+
+class Centred(Blocks):
+    """Subtracts the mean of the batch; each sample has some rows of a table."""
+
+    def forward(self, x: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+        sums = torch.stack([part.sum(0) for part in rows.split(counts.tolist())])
+        return self.run(x - x.mean(0) + sums)
+
+
+def test_samples_with_ragged_rows_that_depend_on_each_other_are_warned_of() -> None:
+    batch = (torch.randn(4, 4), torch.randn(10, 4), torch.tensor([1, 2, 3, 4]))
+    with pytest.warns(penstock.PenstockWarning, match=r"depend on the samples beside it.*\ntry: split=\{'x': 1\}"):
+        assert find_split(Centred(), batch, {}, {"rows": Ragged("counts")}) == {}
 
 
 def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None:
@@ -275,8 +289,11 @@ def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None
 
 
 def test_random_results_and_an_entry_per_sample_are_no_interaction_of_samples() -> None:
+    sizes: list[int] = []
+
     class Noisy(Blocks):
         def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
             return self.run(x + torch.randn_like(x))
 
     class Listing(Blocks):
@@ -286,6 +303,7 @@ def test_random_results_and_an_entry_per_sample_are_no_interaction_of_samples() 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_split(Noisy(), (torch.randn(4, 4),), {}) == {}
+        assert sizes == [4, 2, 2]  # no arguments are tried whole
         assert find_split(Listing(), (torch.randn(4, 4),), {}) == {}
 
 
