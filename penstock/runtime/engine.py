@@ -43,7 +43,7 @@ from penstock.runtime.host_memory import read_scalars
 from penstock.runtime.inputs import BatchSender, has_batch, hinting_at_rank_0_arguments
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.nonfinite import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
+from penstock.runtime.nonfinite import BUFFER, NONFINITE_HINT, PARAMETER, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger
 from penstock.runtime.step import NAMED_LOSSES, NO_LOSS, LossVote, Result, Step, StepSnapshot
@@ -755,7 +755,8 @@ class Engine:
         else:
             effect = "the step and all accumulated gradients were dropped"
         hint = origin.hint if origin else NONFINITE_HINT
-        if self._options.nonfinite == "raise":
+        # If weights are NaN or Inf, the next batches would be skipped too.
+        if self._options.nonfinite == "raise" and not (origin and origin.kind in (PARAMETER, BUFFER)):
             hint += '; or nonfinite="skip" in RunOptions, to continue without this batch'
         error = RunError(
             f"loss or gradient is NaN or Inf; {effect}",

@@ -93,7 +93,16 @@ def test_nonfinite_values_are_reported_with_step_and_stage(block: int, during: s
     assert words.startswith("loss or gradient is NaN or Inf")
     assert "step: 1" in words
     assert f"stage: {stage}, during: {during}" in words
+    assert 'or nonfinite="skip" in RunOptions' in words
     assert_identical(gradients_of(model), before)
+
+
+def test_skipping_is_not_suggested_if_the_weights_are_broken() -> None:
+    model, pipe = fragile_pipe()
+    model.blocks[1].linear.weight.data.fill_(float("nan"))
+    words = refusal(pipe)
+    assert "try: weights from before an earlier step broke them" in words
+    assert "nonfinite=" not in words
 
 
 class ToComplex(Breakable):
