@@ -232,13 +232,14 @@ class ModelPart:
     def with_shared_names(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state with each of its tensors under all names that the tensor has in the unsplit model.
 
-        A stage has the names that its blocks use, so that one which no block uses would be missing.
+        A stage has the names that its blocks use, so that one which no block uses would be missing. Every name has
+        memory of its own, because safetensors refuses to write tensors that share it.
         """
         named = dict(state)
         for names in self._shared_names:
             found = next((state[name] for name in names if name in state), None)
             if found is not None:
-                named |= {name: found for name in names if name not in state}
+                named |= {name: found.clone() for name in names if name not in state}
         return named
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

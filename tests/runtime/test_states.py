@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +78,13 @@ def test_a_state_has_every_name_of_a_tensor(pools: Pools) -> None:
     expected = SecondNames().state_dict()
     for state in pools[2].run(state_with_second_names):
         assert_identical(state, expected)
+
+
+def test_the_names_of_a_tensor_share_no_memory_in_a_state_so_that_safetensors_writes_it() -> None:
+    model = SecondNames()
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    state = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).full_state_dict()
+    assert_identical(load(save(state)), model.state_dict())
 
 
 def shard(stage: nn.Module, mesh: Any) -> None:
