@@ -116,6 +116,7 @@ def test_ranks_slow_each_other_down_as_far_as_the_model_uses_their_cores(measure
 
 
 def test_ranks_that_compute_at_the_same_time_are_measured(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "num_cores", lambda: 2)
     monkeypatch.setattr(local_ranks.dist, "barrier", lambda: None)
     monkeypatch.setattr(local_ranks.dist, "get_rank", lambda: 0)
     # A step takes 1 alone and 1.5 with the other rank, or longer, by other load. Another program has the core before.
