@@ -32,11 +32,11 @@ class MessageCpu:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of a rank's CPU that the runtime takes besides the model.
+    """Seconds of a rank's CPU that the runtime takes besides the model, and how much ranks slow each other down.
 
-    Unlike the latency of a link, they occupy the rank, so nothing hides them. `Cluster.costs_on_ranks` includes
-    `slowdown` and the seconds of passes and messages in the costs of stages, and `simulate` begins with those of the
-    step.
+    Unlike the latency of a link, these seconds occupy the rank, so nothing hides them. `Cluster.costs_on_ranks`
+    includes `slowdown` and the seconds of passes and messages in the costs of stages, and `simulate` begins with those
+    of the step.
     """
 
     pass_seconds: float = 0.0
