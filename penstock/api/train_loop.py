@@ -248,7 +248,13 @@ class _Loop:
                 self._saver.finish()
             self._emit("end")
         versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
-        return Run(pipe.plan, tuple(self._history.steps), self._history.median_trace, versions=versions)
+        return Run(
+            pipe.plan,
+            tuple(self._history.steps),
+            self._history.median_trace,
+            versions=versions,
+            batches_per_step=options.accumulate,
+        )
 
     def _resume(self, batches: Batches) -> Iterator[Any]:
         """Restore the training if asked to; returns the remaining batches."""

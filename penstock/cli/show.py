@@ -154,8 +154,7 @@ def _show_run(run: "Run") -> None:
         rows = [*rows[: MAX_ITEMS // 2], ("...", "", "", ""), *rows[-MAX_ITEMS // 2 :]]
     print_table(("step", "loss", "gradient norm", "time"), rows)
     if run.step_seconds is not None:
-        predicted = seconds_text(run.plan.predicted.makespan)
-        echo(f"\n{seconds_text(run.step_seconds)} per step, {predicted} predicted")
+        echo(f"\n{seconds_text(run.step_seconds)} per step, {seconds_text(run.predicted_seconds)} predicted")
     if run.peaks:
         echo(f"peak per rank, measured: {', '.join(map(bytes_text, run.peaks))}")
     if run.largest_difference is not None:

@@ -120,8 +120,7 @@ def train(
             echo(f"nothing left to train: {reason}")
         else:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
-            measured = seconds_text(run.step_seconds or 0.0)
-            predicted = seconds_text(run.plan.predicted.makespan * options.accumulate)  # a plan is for one batch
+            measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.predicted_seconds)
             # Without --out, the losses of the steps before a restart or a resume are not known here.
             first = run.steps[0].step + 1
             numbers = f"steps {first} to {last}" if first < last else f"step {first}"

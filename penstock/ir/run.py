@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from penstock.errors import RunError
-from penstock.ir.arguments import is_finite
+from penstock.ir.arguments import is_count, is_finite
 from penstock.ir.notebook import html_table, timeline
 from penstock.ir.plan import Plan, SavedRecord
 from penstock.ir.trace import Trace
@@ -61,6 +61,8 @@ class Run(SavedRecord):
     """relative difference to the unsplit model, if it was compared"""
     versions: tuple[tuple[str, str], ...] = ()
     """versions of the software it ran with, by name"""
+    batches_per_step: int = 1
+    """batches of every step, over which gradients are accumulated; the plan is for one batch"""
 
     def __post_init__(self) -> None:
         # torch.__version__ is a subclass of str.
@@ -77,6 +79,8 @@ class Run(SavedRecord):
             raise RunError("peaks must have one entry per rank, or none", peaks=len(self.peaks), ranks=ranks)
         if any(peak < 0 for peak in self.peaks):
             raise RunError("peak bytes must be 0 or more", peaks=self.peaks)
+        if not is_count(self.batches_per_step):
+            raise RunError("batches_per_step must be a whole number, 1 or more", got=repr(self.batches_per_step))
 
     def __repr__(self) -> str:
         return f"Run({counted(len(self.steps), 'step')} of {self.plan!r})"
@@ -103,6 +107,11 @@ class Run(SavedRecord):
         """Median over the steps after the first, which includes warm-up; None without steps."""
         later = self.steps[1:] or self.steps
         return median(metrics.seconds for metrics in later) if later else None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Predicted seconds of a step, with all of its batches."""
+        return self.batches_per_step * self.plan.predicted.makespan
 
     @property
     def losses(self) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock import Plan, StageCosts, lower, schedule, simulate
-from penstock.ir import Graph, NodeCost, Profile, Run, StepMetrics, Trace, from_json, save_record
+from penstock.ir import Graph, NodeCost, Profile, Run, StepMetrics, Trace, from_json, save_record, seconds_text
 from penstock.views import VIEWS
 
 
@@ -65,12 +65,13 @@ def test_a_graph_is_an_outline(call, tmp_path: Path) -> None:
 
 def test_a_run_is_its_plan_its_steps_and_its_last_recorded_step(call, tmp_path: Path) -> None:
     steps = (StepMetrics(0, 2.5, 0.1, 4, 1.0), StepMetrics(1, float("nan"), 0.2, 4))
-    save_record(Run(plan(), steps, (simulate(plan()),), (100, 200), 1e-7), tmp_path / "run.json")
+    run = Run(plan(), steps, (simulate(plan()),), (100, 200), 1e-7, batches_per_step=3)
+    save_record(run, tmp_path / "run.json")
     output = call("show", "run.json").output
     assert "2 stages (uniform) on 2 ranks" in output
     assert "2.5 |             1 | 100 ms |" in output
     assert "not finite" in output
-    assert "200 ms per step" in output
+    assert f"200 ms per step, {seconds_text(3 * plan().predicted.makespan)} predicted" in output
     assert "largest difference to the unsplit model: 1.0e-07" in output
     assert "rank 1 " in output
 

@@ -125,7 +125,7 @@ SAMPLES = (
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, *OVERHEAD.messages, OVERHEAD, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     *(TRACE, CHOICES, PREDICTION, CANDIDATE, LAYOUT, SEARCH, PLAN, Rows(4), Ragged("grid", 7)),
-    *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
+    *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),), 2)),
 )
 every_record = pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
 

@@ -199,6 +199,11 @@ def test_a_step_takes_what_most_take_after_the_first():
     assert replace(RUN, steps=()).step_seconds is None
 
 
+def test_a_step_of_several_batches_is_predicted_to_take_that_many_times_the_plan():
+    assert RUN.predicted_seconds == PLAN.predicted.makespan
+    assert replace(RUN, batches_per_step=3).predicted_seconds == 3 * PLAN.predicted.makespan
+
+
 def test_the_last_recorded_step_is_the_trace():
     assert RUN.trace is RUN.traces[-1]
     assert replace(RUN, traces=()).trace is None
@@ -218,6 +223,7 @@ def test_a_loss_that_is_no_number_is_kept_as_none(figure, tmp_path):
         ({"steps": STEPS[::-1]}, "the steps of a run must be in order"),
         ({"peaks": (1,)}, "peaks must have one entry per rank"),
         ({"peaks": (1, -1)}, "peak bytes must be 0 or more"),
+        ({"batches_per_step": 0}, r"batches_per_step must be a whole number, 1 or more \(got: 0\)"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(changed, problem):

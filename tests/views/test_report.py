@@ -176,6 +176,13 @@ def test_a_run_without_a_recorded_step_or_finite_losses_is_shown_without_them() 
     assert "predicted, rank" in page
 
 
+def test_steps_of_several_batches_are_compared_with_the_prediction_for_as_many() -> None:
+    shown = contents()
+    page = words(Report()(replace(shown, run=replace(shown.run, traces=(), batches_per_step=4))))
+    assert "measured step 85 ms 0.401 × the prediction" in page
+    assert "0 ms 500 ms 1000 ms" in page  # the axis reaches the prediction, 4 times 212 ms
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "dualpipe_v", "zbv"])
 def test_passes_that_overlap_and_stages_in_a_vee_are_drawn(schedule: str) -> None:
     data = zoom_data(Report()(contents(planned(schedule, 2, 4, 1 if schedule == "gpipe" else 2))))

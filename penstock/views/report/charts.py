@@ -57,7 +57,7 @@ def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) 
         later = run.steps[1:]
         scale, unit = seconds_unit(max((each.seconds for each in later), default=0.0))
         points = [(each.step, each.seconds / scale) for each in later]
-        found["seconds"] = _curve(points, run.plan.predicted.makespan / scale, f" {unit}")
+        found["seconds"] = _curve(points, run.predicted_seconds / scale, f" {unit}")
     return {name: drawing for name, drawing in found.items() if drawing}
 
 

@@ -118,7 +118,8 @@ def cards(contents: Contents) -> Iterator[Card]:
 
     if run and (whole := run.step_seconds) is not None:
         # A plan predicts the passes only; a step also runs the optimizer and reads the data.
-        seconds = run.trace.makespan if run.trace is not None else whole
+        # A trace is that of one batch.
+        seconds = run.trace.makespan if run.trace is not None else whole / run.batches_per_step
         median = f"median of {counted(max(1, len(run.steps) - 1), 'step')}"
         note, tone = median if run.trace is None else f"with the optimizer {seconds_text(whole, 3)}, {median}", ""
         if predicted.makespan:
