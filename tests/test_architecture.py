@@ -169,6 +169,14 @@ def test_importing_loads_neither_torch_nor_an_optional_library(package: str) -> 
     assert_none(result.stdout.split() + result.stderr.splitlines())
 
 
+def test_importing_the_python_interface_does_not_load_slow_modules_of_torch() -> None:
+    modules = [module_of(path) for path in FILES if package_of(path) in ("api", "auto", "flat", "pipelining")]
+    slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
+    program = f"import sys, {', '.join(modules)}; print(*sorted(set({slow!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert_none(result.stdout.split() + result.stderr.splitlines())
+
+
 def test_ruff_bans_every_file_of_ir_from_being_imported_past_the_package() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     banned = set(project["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"])

@@ -93,4 +93,12 @@ from penstock.capture.split_output_layer import (
     with_loss,
 )
 from penstock.capture.structures import structure_with_names
-from penstock.capture.tensors import device_of, has_gradient, restore_content, spec_of, storage_id, tensors_in
+from penstock.capture.tensors import (
+    device_of,
+    has_gradient,
+    is_dtensor,
+    restore_content,
+    spec_of,
+    storage_id,
+    tensors_in,
+)

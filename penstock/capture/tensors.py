@@ -1,5 +1,6 @@
 """Shape, gradient, memory and content of tensors. `dtypes.py` has the properties that depend on the dtype."""
 
+import sys
 from itertools import chain
 
 import torch
@@ -48,6 +49,13 @@ def storage_id(tensor: Tensor) -> int:
         return -id(tensor)
 
 
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor."""
+    # Not imported here: that takes a second, and a process that has no DTensor does without.
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(value, getattr(module, "DTensor", ()))
+
+
 def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
     """Buffers, and tensors that modules hold as plain attributes, by name."""
     tensors = dict(model.named_buffers())
@@ -60,7 +68,7 @@ def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
 def same_content(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same numbers, of DTensors the parts of this rank; NaN equals NaN."""
     # torch.equal of DTensors is a collective call, and not all ranks compare the same tensors.
-    first, second = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (first, second))
+    first, second = (tensor.to_local() if is_dtensor(tensor) else tensor for tensor in (first, second))
     if first.layout is not torch.strided:
         # torch.equal does not support sparse tensors; for these only versions are compared.
         return True

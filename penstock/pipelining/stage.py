@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import RunError
 from penstock.ir import as_int
+from penstock.runtime import is_fsdp_module
 
 
 class PipelineStage:
@@ -101,7 +101,7 @@ class PipelineStage:
         module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
         # The hooks of a module may add arguments.
         if type(module).__call__ is not nn.Module.__call__ or (
-            module._forward_pre_hooks and not isinstance(module, FSDPModule)
+            module._forward_pre_hooks and not is_fsdp_module(module)
         ):
             return
         try:

@@ -42,6 +42,7 @@ from penstock.runtime.asynchronous import AsyncEngine, make_optimizer
 from penstock.runtime.broadcast import check_structure, gather_tensors
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import RankProgram, watch_step
+from penstock.runtime.fsdp import is_fsdp_module
 from penstock.runtime.gradients import (
     ReplicaReducer,
     TiedParameter,

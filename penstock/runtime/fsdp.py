@@ -1,18 +1,30 @@
 """FSDP inside stages, if `parallelize_fn` applies `fully_shard`: when parameters are gathered and gradients reduced."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, UnshardHandle
-from torch.distributed.tensor import DTensor
+
+from penstock.capture import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module itself."""
+    # Not imported here, as in `is_dtensor`: a process in which nobody has imported it has no such module.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 class FsdpStages:
     """The modules of FSDP in the stages of one process."""
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
-        modules = {i: [m for m in stage.modules() if isinstance(m, FSDPModule)] for i, stage in stages.items()}
+        modules = {i: [m for m in stage.modules() if is_fsdp_module(m)] for i, stage in stages.items()}
         self.modules = {index: sharded for index, sharded in modules.items() if sharded}
         """by stage; empty if no stage uses FSDP"""
         self._num_left: dict[int, int] = {}
@@ -52,7 +64,7 @@ class FsdpStages:
         for modules in self.modules.values():
             for module in modules:
                 for parameter in module.parameters():
-                    if not isinstance(parameter, DTensor):
+                    if not is_dtensor(parameter):
                         parameter.grad = None
                 module.reshard()
 
@@ -90,7 +102,7 @@ class FsdpStages:
                 self.reshard(stage)
 
 
-def _set_last_backward(module: FSDPModule, is_last: bool) -> None:
+def _set_last_backward(module: "FSDPModule", is_last: bool) -> None:
     module.set_requires_gradient_sync(is_last, recurse=False)
     module.set_is_last_backward(is_last)
     module.set_reshard_after_backward(is_last, recurse=False)
@@ -101,7 +113,7 @@ def averaged_by_fsdp(stages: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[se
     averaged: dict[nn.Parameter, tuple[set[int], float]] = {}
     for stage in stages:
         for module in stage.modules():
-            if not isinstance(module, FSDPModule):
+            if not is_fsdp_module(module):
                 continue
             # FSDP has no public query for the mesh that a module was given.
             for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.capture import contiguous_entries, is_ordered, largest_magnitude
+from penstock.capture import contiguous_entries, is_dtensor, is_ordered, largest_magnitude
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.host_memory import goes_through_host, host_buffer, read_scalars, to_device, to_host
@@ -21,7 +21,6 @@ from penstock.runtime.tensor_parallel import (
     distribute_like,
     dtensor_from_shard,
     full_tensor,
-    is_sharded,
     local_shard,
     resolve_partial,
     stored_entries,
@@ -259,7 +258,7 @@ def global_norm(
         powers.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
     plain_sum, sharded_sum = 0.0, 0.0
     for gradient, count, value in zip(gradients, copies or [1] * len(gradients), read_scalars(powers), strict=True):
-        if is_sharded(gradient):
+        if is_dtensor(gradient):
             sharded_sum += value / count
         else:
             plain_sum += value

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
-from penstock.capture import real_entries
+from penstock.capture import is_dtensor, real_entries
 from penstock.errors import RunError
 from penstock.runtime.agreement import checksum, sample
 from penstock.runtime.fsdp import averaged_by_fsdp
@@ -50,14 +49,9 @@ class ParameterLayout:
         return self.group is not None or self.divisor != 1.0
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank has a shard of the tensor."""
-    return isinstance(tensor, DTensor)
-
-
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def stored_entries(tensor: Tensor) -> Tensor:
@@ -68,20 +62,24 @@ def stored_entries(tensor: Tensor) -> Tensor:
 
 def dtensor_from_shard(local: Tensor, other: Tensor) -> Tensor:
     """The tensor of which this rank has the shard `local`, sharded like another one; `local` if that is plain."""
-    if not isinstance(other, DTensor):
+    if not is_dtensor(other):
         return local
+    from torch.distributed.tensor import DTensor
+
     mesh, placements = other.device_mesh, other.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, a collective call; a plain tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def distribute_like(value: Tensor, other: Tensor) -> Tensor:
     """This rank's shard of a whole tensor, sharded like `other`; the tensor itself if `other` is plain."""
-    if isinstance(other, DTensor) and not isinstance(value, DTensor):
+    if is_dtensor(other) and not is_dtensor(value):
+        from torch.distributed.tensor import distribute_tensor
+
         # Every rank has the whole tensor, so nothing needs to be sent.
         return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
     return value
@@ -104,7 +102,7 @@ class PartialGradients:
     """
 
     def __init__(self, groups: ProcessGroups, parameters: Iterable[nn.Parameter]) -> None:
-        distributed = [parameter for parameter in dict.fromkeys(parameters) if isinstance(parameter, DTensor)]
+        distributed = [parameter for parameter in dict.fromkeys(parameters) if is_dtensor(parameter)]
         self.parameters = [] if groups.is_local else distributed
 
     def finish(self) -> None:
@@ -119,11 +117,11 @@ def resolve_partial(parameter: nn.Parameter, replicas: Collection[int] = ()) -> 
     Refuses a gradient that is partial over `replicas`, given as global ranks: it would be summed over them twice.
     """
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+    if is_dtensor(gradient) and is_dtensor(parameter) and gradient.placements != parameter.placements:
         mesh = gradient.device_mesh
         for dim, placement in enumerate(gradient.placements):
             ranks = set(dist.get_process_group_ranks(mesh.get_group(dim))) - {dist.get_rank()}
-            if isinstance(placement, Partial) and ranks.intersection(replicas):
+            if placement.is_partial() and ranks.intersection(replicas):
                 raise RunError(
                     "a gradient must not be a partial sum over replicas: the Pipeline averages gradients over them",
                     shape=list(parameter.shape),
@@ -184,7 +182,7 @@ def replicas_share_parameters(groups: ProcessGroups, parameters: Iterable[nn.Par
     if groups.replicas is None:
         return False
     others = set(dist.get_process_group_ranks(groups.replicas)) - {dist.get_rank()}
-    meshes = (parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    meshes = (parameter.device_mesh for parameter in parameters if is_dtensor(parameter))
     own = any(others.intersection(mesh.mesh.flatten().tolist()) for mesh in meshes)
     pipeline = groups.gather(torch.tensor([int(own)])).max()
     return bool(groups.gather_peers(pipeline.reshape(1)).max().item())
@@ -219,7 +217,7 @@ def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]
     """The error for a DTensor whose mesh has ranks without this stage, or that is a partial sum."""
     peers = {dist.get_rank()} if groups.peers is None else set(dist.get_process_group_ranks(groups.peers))
     for name, parameter in named:
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             continue
         ranks = set(parameter.device_mesh.mesh.flatten().tolist())
         if not ranks <= peers:
@@ -230,7 +228,7 @@ def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]
                 ranks=sorted(peers),
                 hint='a mesh without the pipeline axis, such as mesh["tp"] of the mesh that the Pipeline was given',
             )
-        if any(isinstance(placement, Partial) for placement in parameter.placements):
+        if any(placement.is_partial() for placement in parameter.placements):
             problem, hint = "a parameter must not be a partial sum", "Shard or Replicate"
             return RunError(problem, name=name, placements=parameter.placements, hint=hint)
     return None
@@ -248,7 +246,7 @@ def _layer_split_over_replicas(
             # Expert parallelism distributes modules with parameters of their own, not single layers of torch.
             if isinstance(module, nn.Linear | nn.Embedding) and getattr(module, "_distribute_module_applied", False):
                 weight = module.weight
-                ranks = set(weight.device_mesh.mesh.flatten().tolist()) if isinstance(weight, DTensor) else set()
+                ranks = set(weight.device_mesh.mesh.flatten().tolist()) if is_dtensor(weight) else set()
                 by_fsdp, _ = averaged.get(weight, (set(), 1.0))
                 if (ranks - by_fsdp) & (replicas - {dist.get_rank()}):
                     return RunError(
@@ -266,7 +264,7 @@ def differing_gradients(groups: ProcessGroups, parameters: Mapping[str, nn.Param
     another part of the sequence on each rank: then each rank has the gradient of its part. A collective call of the
     ranks with these parameters.
     """
-    plain = {name: p for name, p in parameters.items() if p.requires_grad and not isinstance(p, DTensor)}
+    plain = {name: p for name, p in parameters.items() if p.requires_grad and not is_dtensor(p)}
     if not plain:
         return None
     gradients = [
@@ -306,7 +304,7 @@ def _gather_hashes(
             problem = "a parameter that is not a DTensor must have the same shape on all ranks that have the same stage"
             return rows, RunError(problem, name=name, shape=list(parameter.shape), hint=_DTENSOR_HINT)
         if has_weights and any(len(different) > 1 for different in values.values()):
-            kind = "the same shard of a parameter" if isinstance(parameter, DTensor) else "a parameter"
+            kind = "the same shard of a parameter" if is_dtensor(parameter) else "a parameter"
             problem = f"{kind} must have the same values on all ranks that have the same stage"
             return rows, RunError(problem, name=name, hint=_DTENSOR_HINT)
     return rows, None
@@ -315,9 +313,9 @@ def _gather_hashes(
 def _shard_hash(parameter: nn.Parameter) -> int:
     """A number that is even for a plain parameter and odd for a DTensor; the same for the same shape and shard."""
     text = f"{tuple(parameter.shape)} {parameter.dtype}"
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return 2 * zlib.crc32(text.encode())
     mesh = parameter.device_mesh
     places = zip(parameter.placements, mesh.mesh.shape, mesh.get_coordinate() or (), strict=True)
-    sharded = [place for place in places if not isinstance(place[0], Replicate)]
+    sharded = [place for place in places if not place[0].is_replicate()]
     return 2 * zlib.crc32(f"{text} {sharded}".encode()) + 1

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from penstock.capture import dtype_name, dtype_named, from_real_entries, real_entries
+from penstock.capture import dtype_name, dtype_named, from_real_entries, is_dtensor, real_entries
 from penstock.errors import RunError
 from penstock.ir import Value
 from penstock.runtime.host_memory import host_buffer
@@ -58,7 +57,7 @@ class TensorCodec:
         """The tensor as `pack` returns it, except that it need not be contiguous: to be copied to where it is sent."""
         if tensor is None:
             tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
-        elif isinstance(tensor, DTensor):
+        elif is_dtensor(tensor):
             raise RunError(
                 "a value that crosses between stages must be a plain tensor, got a DTensor",
                 value=self.value.name,
