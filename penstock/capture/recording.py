@@ -7,7 +7,7 @@ be frozen into it.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -130,6 +130,15 @@ class Recording:
                 names.add(node.name)
                 known.update(value.name for value in node.makes)
         return frozenset(names)
+
+    def steps_of(self, nodes: Collection[str]) -> list[Call | Guard]:
+        """The calls of some nodes, and the guards that can be checked where these nodes run, in the recorded order."""
+        steps = self.record.steps
+        available = self.available_values(nodes) if self.guards else set()
+        guards = [index for index in self.guards if available.issuperset(steps[index].reads)]
+        # Looked up by name: a search through all steps for every stage would take quadratic time.
+        calls = [self.calls[name] for name in set(nodes) if name in self.calls]
+        return [steps[index] for index in sorted([*calls, *guards])]
 
     def available_values(self, nodes: Iterable[str]) -> set[str]:
         """The values that a stage with these nodes has: inputs, and all values that the nodes read and make."""

@@ -63,12 +63,7 @@ class Replay:
         self._recording, self._wrap = recording, wrap
         self._arguments = ArgumentReader(recording.live, recording.device, modules, whole)
         self._modules, self._whole = modules, whole or modules
-        steps = recording.record.steps
-        available = recording.available_values(nodes) if recording.guards else set()
-        guards = [index for index in recording.guards if available.issuperset(steps[index].reads)]
-        # Looked up by name: a search through all steps for every stage would take quadratic time.
-        calls = [recording.calls[name] for name in set(nodes) if name in recording.calls]
-        chosen = [steps[index] for index in sorted([*calls, *guards])]
+        chosen = recording.steps_of(nodes)
         self._wanted = set(wanted)
         last_use = {name: index for index, step in enumerate(chosen) for name in (*step.reads, *step.makes)}
         dropped: dict[int, list[str]] = {}

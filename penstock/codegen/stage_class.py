@@ -65,30 +65,21 @@ class StageClass:
 
     def _needed_steps(self, nodes: Sequence[Node], owners: Ownership) -> list[Call | Guard]:
         """The steps of the nodes, without pure functions whose results nothing needs."""
-        recording = self._expressions.recording
-        names = {node.name for node in nodes}
-        available = recording.available_values(names)
-        writers = {update.node for update in recording.graph.updates}
-
-        def belongs(step: Call | Guard) -> bool:
-            if isinstance(step, Call):
-                return step.name in names
-            if step.reads:
-                return available.issuperset(step.reads)
-            # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first stage.
-            return (owners.of(step.arg_states[0]) if step.arg_states else 0) == self._stage
-
-        def has_effect(step: Call | Guard) -> bool:
-            if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
-                return True
-            # Functions outside of torch may do anything, so they are kept.
-            is_torch_function = resolve_name(recording.live[step.target]) is not None
-            return not is_torch_function or recording.graph[step.name].is_random or step.name in writers
-
+        recording, graph = self._expressions.recording, self._expressions.recording.graph
+        writers = {update.node for update in graph.updates}
         needed = {*self._sends, *refs(self._outputs)}
         kept: list[Call | Guard] = []
-        for step in reversed([step for step in recording.record.steps if belongs(step)]):
-            if has_effect(step) or not needed.isdisjoint(step.results.values):
+        for step in reversed(recording.steps_of([node.name for node in nodes])):
+            if isinstance(step, Guard):
+                # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first one.
+                is_kept = bool(step.reads) or (owners.of(step.arg_states[0]) if step.arg_states else 0) == self._stage
+            else:
+                is_write = step.writes or step.results.updates or step.name in writers
+                # Functions outside of torch may do anything, so they are kept.
+                is_known = not step.is_module and resolve_name(recording.live[step.target]) is not None
+                has_effect = is_write or not is_known or graph[step.name].is_random
+                is_kept = has_effect or not needed.isdisjoint(step.results.values)
+            if is_kept:
                 needed.update(step.reads)
                 kept.append(step)
         return kept[::-1]
