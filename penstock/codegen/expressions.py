@@ -20,7 +20,7 @@ from penstock.capture import Recording
 from penstock.codegen import support
 from penstock.codegen.names import Names, applied_function, is_identifier, is_index, tensor_attribute
 from penstock.errors import CodeError
-from penstock.ir import Container, ObjectRef, Parts, Ref, State, Tree, flatten_one_level, is_attributes_only
+from penstock.ir import Container, ObjectRef, Parts, Ref, State, Tree, flatten_one_level
 
 # fmt: off
 _OPERATORS = {
@@ -113,17 +113,14 @@ class Expressions:
             return self.expression(self.recording.live[thing.key], where)
         if isinstance(thing, Container):
             return self._container(Parts(self.recording.live[thing.kind], thing.keys, thing.items), where)
-        if thing is None or thing is ... or type(thing) in (bool, int, float, str, complex, bytes):
+        if thing is None or thing is ... or type(thing) in (bool, int, float, str, complex, bytes, range):
             return "..." if thing is ... else literal(thing)
         if isinstance(thing, Tensor):
             return self._tensor(thing)
         if isinstance(thing, torch.device):
             return self.device if str(thing) == self.recording.device else f"torch.device({str(thing)!r})"
-        is_torch_constant = isinstance(thing, torch.dtype | torch.layout | torch.memory_format)
-        if is_torch_constant and getattr(torch, str(thing).removeprefix("torch."), None) is thing:
+        if isinstance(thing, torch.dtype | torch.layout | torch.memory_format):
             return str(thing)
-        if type(thing) is range:
-            return f"range({int(thing.start)}, {int(thing.stop)}, {int(thing.step)})"
         if isinstance(thing, enum.Enum) and thing.name in type(thing).__members__:
             return f"{self.imported(type(thing), where)}[{thing.name!r}]"
         if isinstance(thing, np.generic) and not isinstance(thing.item(), np.generic):
@@ -158,15 +155,15 @@ class Expressions:
         name = self.imported(kind, where)
         if issubclass(kind, tuple | list):
             return f"{name}({inside})" if hasattr(kind, "_fields") else f"{name}([{inside}])"
-        if hasattr(kind, "__dataclass_fields__"):
-            if kind.__dataclass_params__.init:  # type: ignore[attr-defined]
-                return f"{name}({_keyword_arguments(parts.keys, items)})"
-        elif issubclass(kind, Mapping):
+        is_dataclass = hasattr(kind, "__dataclass_fields__")
+        if is_dataclass and kind.__dataclass_params__.init:  # type: ignore[attr-defined]
+            return f"{name}({_keyword_arguments(parts.keys, items)})"
+        if issubclass(kind, Mapping) and not is_dataclass:
             # A defaultdict is written with no factory, as nothing adds keys to it any more.
             return f"{name}({'None, ' if issubclass(kind, defaultdict) else ''}{mapping})"
-        elif is_attributes_only(kind) and kind not in SUPPORTED_NODES:
-            return f"with_attributes({name}, {mapping})"
-        raise not_writable(kind, where)
+        if kind in SUPPORTED_NODES:
+            raise not_writable(kind, where)
+        return f"with_attributes({name}, {mapping})"
 
     def call(self, function: str, args: Sequence[Tree], kwargs: Any, where: str) -> str:
         """A call of a module, or of anything else that has a name."""

@@ -106,13 +106,26 @@ class Box:
     inner: dict[Any, Any]
 
 
+@dataclass(init=False)
+class Filled:
+    """A container whose constructor does not take its fields."""
+
+    x: Any
+
+    def fill(self, x: Any) -> "Filled":
+        """This container with its field set."""
+        self.x = x
+        return self
+
+
 class Boxing(nn.Linear):
     """A block that is given nested containers and returns others."""
 
     def forward(self, box: Box, *, where: slice) -> Any:
         x = super().forward(box.inner["x"][0])[where]
         found = OrderedDict(x=[x, []], empty={}, rest=(None, 2, {"deep": (x * 2,)}))
-        return {"box": Box(defaultdict(None, found)), (1, "key"): "text", None: torch.Size([2])}
+        box = Box(defaultdict(None, found))
+        return {"box": box, (1, "key"): "text", None: torch.Size([2]), "filled": Filled().fill([x])}
 
 
 class Boxed(nn.Module):
