@@ -146,17 +146,25 @@ class _Search:
             return False
 
     def _tensor_choices(self, tensors: Sequence[Argument], num_samples: int) -> Iterator[_Choice]:
-        """The rules that tensors of each shape may have; one whose first dimension is the batch, or 1, needs none."""
+        """The rules that tensors of each shape may have; one whose first dimension is the batch needs none.
+
+        So does one whose first dimension is 1, unless another one is as long as the batch: the state of a recurrent
+        layer has one row per layer.
+        """
         by_shape: dict[tuple[int, ...], list[Argument]] = {}
         for tensor in tensors:
-            if len(tensor.value) not in (1, num_samples):
-                by_shape.setdefault(tuple(tensor.value.shape), []).append(tensor)
+            shape = tuple(tensor.value.shape)
+            if shape[0] != num_samples and (shape[0] != 1 or num_samples in shape):
+                by_shape.setdefault(shape, []).append(tensor)
         for shape, same in by_shape.items():
             dims = [dim for dim, length in enumerate(shape) if dim and length == num_samples]
+            names = tuple(tensor.name for tensor in same)
+            if shape[0] == 1:
+                yield _Choice(names, (None, *dims))
+                continue
             sizes = [other for other in tensors if other not in same and _adds_up(other.value, shape[0])]
             tokens = self._token_rules(tensors, num_samples, shape[0])
             rows = [Rows(shape[0] // num_samples)] if shape[0] % num_samples == 0 else []
-            names = tuple(tensor.name for tensor in same)
             yield _Choice(names, (None, *dims, *(Ragged(other.name) for other in sizes), *tokens, *rows))
 
     def _token_rules(self, tensors: Sequence[Argument], num_samples: int, length: int) -> Iterator[Ragged]:
