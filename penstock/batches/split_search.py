@@ -437,17 +437,31 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
 
 
 def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int, rounding: float) -> bool:
-    """Whether a result with one row per sample differs in the parts; other results are not compared."""
+    """Whether a result with one row per sample differs in the parts, or has a column per sample too.
+
+    Other results are not compared.
+    """
     if any(len(part) != len(whole) for part in parts):
         return False
     for expected, *results in zip(whole, *parts, strict=True):
         tensors = [result for result in results if isinstance(result, Tensor)]
         if isinstance(expected, Tensor) and len(tensors) == len(parts):
-            dim = additive_dim(tuple(expected.shape), [tuple(tensor.shape) for tensor in tensors])
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            if expected.dim() and len(expected) == num_samples and _is_of_pairs(tuple(expected.shape), shapes):
+                return True
+            dim = additive_dim(tuple(expected.shape), shapes)
             has_rows = dim is not None and expected.shape[dim] == num_samples
             if has_rows and not is_close(torch.cat(tensors, dim), expected, rounding):
                 return True
     return False
+
+
+def _is_of_pairs(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a tensor has an entry for each pair of samples, as the similarities of a contrastive loss."""
+    if any(len(shape) != len(whole) for shape in shapes):
+        return False
+    changed = [dim for dim, length in enumerate(whole) if any(shape[dim] != length for shape in shapes)]
+    return len(changed) > 1 and all(shape[dim] == shape[0] for shape in (whole, *shapes) for dim in changed)
 
 
 def additive_dim(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:

@@ -266,6 +266,18 @@ def test_samples_that_depend_on_each_other_are_warned_of_when_planning() -> None
         quick_plan(TimeFirst(), (x,), ranks=2, microbatches=1, schedule="1f1b")
 
 
+class Similarities(Blocks):
+    """A result for each pair of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) @ x.t()
+
+
+def test_a_result_for_each_pair_of_samples_is_warned_of_when_planning() -> None:
+    with pytest.warns(penstock.PenstockWarning, match="depend on the samples beside it"):
+        assert find_split(Similarities(), (torch.randn(6, 4),), {}) == {}
+
+
 class Keeping(Blocks):
     """Keeps a mean of what it has seen, which it subtracts or not."""
 
