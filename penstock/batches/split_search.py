@@ -21,6 +21,7 @@ from penstock.capture import (
     ROUNDING,
     GeneratorStates,
     copy_leaf,
+    hooks_of_model,
     is_close,
     is_inexact,
     is_integer,
@@ -66,7 +67,7 @@ def find_split(
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))))
     if len(candidates) == 1 and is_meta:
         return candidates[0]
-    with isolated(model, _SEED), uncompiled(), without_user_hooks([model]), torch.no_grad():
+    with isolated(model, _SEED), uncompiled(), without_user_hooks([model], hooks_of_model(model)), torch.no_grad():
         search.check_buffers(candidates[0])
         model.eval()
         return search.decide(candidates) if len(candidates) > 1 else search.confirm(candidates[0])
