@@ -101,12 +101,14 @@ def has_rule(name: str, split: Split) -> bool:
 def check_split_of_step(split: Split, arguments: Sequence[Argument], parameters: Mapping[str, Any]) -> None:
     """Raise a RunError for a value of `split` that is not a rule, or a name that is not an argument of this step.
 
-    A parameter that this step leaves out may be used in another step.
+    A parameter that this step leaves out, or passes as None, may be used in another step, and so may its parts.
     """
+    values = {argument.name: argument.value for argument in arguments}
     for name, rule in split.items():
         if not is_split_rule(rule):
             raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
-        if name in parameters or name == TARGET:
+        root = name.split(".")[0]
+        if name in parameters or name == TARGET or (root in (*parameters, TARGET) and values.get(root) is None):
             continue
         known = [leaf for argument in arguments for leaf in named_leaves(argument.value, argument.name)]
         if not any(f"{leaf}.".startswith(f"{name}.") for leaf, _ in known):

@@ -21,6 +21,7 @@ from penstock.capture import (
     ROUNDING,
     GeneratorStates,
     copy_leaf,
+    hooks_of_model,
     is_close,
     is_inexact,
     is_integer,
@@ -66,7 +67,7 @@ def find_split(
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))))
     if len(candidates) == 1 and is_meta:
         return candidates[0]
-    with isolated(model, _SEED), uncompiled(), without_user_hooks([model]), torch.no_grad():
+    with isolated(model, _SEED), uncompiled(), without_user_hooks([model], hooks_of_model(model)), torch.no_grad():
         search.check_buffers(candidates[0])
         model.eval()
         return search.decide(candidates) if len(candidates) > 1 else search.confirm(candidates[0])
@@ -146,17 +147,25 @@ class _Search:
             return False
 
     def _tensor_choices(self, tensors: Sequence[Argument], num_samples: int) -> Iterator[_Choice]:
-        """The rules that tensors of each shape may have; one whose first dimension is the batch, or 1, needs none."""
+        """The rules that tensors of each shape may have; one whose first dimension is the batch needs none.
+
+        So does one whose first dimension is 1, unless another one is as long as the batch: the state of a recurrent
+        layer has one row per layer.
+        """
         by_shape: dict[tuple[int, ...], list[Argument]] = {}
         for tensor in tensors:
-            if len(tensor.value) not in (1, num_samples):
-                by_shape.setdefault(tuple(tensor.value.shape), []).append(tensor)
+            shape = tuple(tensor.value.shape)
+            if shape[0] != num_samples and (shape[0] != 1 or num_samples in shape):
+                by_shape.setdefault(shape, []).append(tensor)
         for shape, same in by_shape.items():
             dims = [dim for dim, length in enumerate(shape) if dim and length == num_samples]
+            names = tuple(tensor.name for tensor in same)
+            if shape[0] == 1:
+                yield _Choice(names, (None, *dims))
+                continue
             sizes = [other for other in tensors if other not in same and _adds_up(other.value, shape[0])]
             tokens = self._token_rules(tensors, num_samples, shape[0])
             rows = [Rows(shape[0] // num_samples)] if shape[0] % num_samples == 0 else []
-            names = tuple(tensor.name for tensor in same)
             yield _Choice(names, (None, *dims, *(Ragged(other.name) for other in sizes), *tokens, *rows))
 
     def _token_rules(self, tensors: Sequence[Argument], num_samples: int, length: int) -> Iterator[Ragged]:
@@ -432,17 +441,31 @@ def _compare(whole: Sequence[object], halves: Sequence[Sequence[object]], sizes:
 
 
 def _interact(whole: Sequence[object], parts: Sequence[Sequence[object]], num_samples: int, rounding: float) -> bool:
-    """Whether a result with one row per sample differs in the parts; other results are not compared."""
+    """Whether a result with one row per sample differs in the parts, or has a column per sample too.
+
+    Other results are not compared.
+    """
     if any(len(part) != len(whole) for part in parts):
         return False
     for expected, *results in zip(whole, *parts, strict=True):
         tensors = [result for result in results if isinstance(result, Tensor)]
         if isinstance(expected, Tensor) and len(tensors) == len(parts):
-            dim = additive_dim(tuple(expected.shape), [tuple(tensor.shape) for tensor in tensors])
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            if expected.dim() and len(expected) == num_samples and _is_of_pairs(tuple(expected.shape), shapes):
+                return True
+            dim = additive_dim(tuple(expected.shape), shapes)
             has_rows = dim is not None and expected.shape[dim] == num_samples
             if has_rows and not is_close(torch.cat(tensors, dim), expected, rounding):
                 return True
     return False
+
+
+def _is_of_pairs(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a tensor has an entry for each pair of samples, as the similarities of a contrastive loss."""
+    if any(len(shape) != len(whole) for shape in shapes):
+        return False
+    changed = [dim for dim, length in enumerate(whole) if any(shape[dim] != length for shape in shapes)]
+    return len(changed) > 1 and all(shape[dim] == shape[0] for shape in (whole, *shapes) for dim in changed)
 
 
 def additive_dim(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> int | None:

@@ -57,7 +57,7 @@ from penstock.capture.dtypes import (
 from penstock.capture.function_kinds import GRADIENT_FUNCTIONS
 from penstock.capture.generators import GeneratorStates, seed_generators
 from penstock.capture.granularity import Granularity, outer_modules
-from penstock.capture.hooks import intercept_modules, without_user_hooks
+from penstock.capture.hooks import hooks_of_model, intercept_modules, without_user_hooks
 from penstock.capture.isolation import (
     DispatchMode,
     internal_call,

@@ -188,22 +188,37 @@ def referenced_globals(classes: Iterable[type]) -> dict[str, object]:
     These are class attributes and the global variables that their methods refer to, directly or through functions and
     modules of the user that they call.
     """
-    user_classes: dict[type, None] = {}
-    for cls in classes:
-        if cls not in _user_bases:
-            _user_bases[cls] = tuple(base for base in cls.__mro__ if code_origin(base.__module__) == "user")
-        user_classes.update(dict.fromkeys(_user_bases[cls]))
     contents: dict[str, object] = {}
-    for cls in user_classes:
+    for cls in _classes_of_user(classes):
         for name, value in vars(cls).items():
             if not name.startswith("__") and _is_setting(value):
                 contents[f"{cls.__module__}.{cls.__qualname__}.{name}"] = content_of(value)
-        if cls not in _references:
-            _references[cls] = tuple(_find_references(cls))
-        for namespace, name in _references[cls]:
+        for namespace, name in _references_of(cls):
             if name in namespace and _is_setting(namespace[name]):
                 contents[f"{namespace.get('__name__')}:{name}"] = content_of(namespace[name])
     return contents
+
+
+def global_objects(classes: Iterable[type]) -> Iterator[object]:
+    """The values of the global variables that the methods of the user's classes refer to."""
+    for cls in _classes_of_user(classes):
+        yield from (namespace[name] for namespace, name in _references_of(cls) if name in namespace)
+
+
+def _classes_of_user(classes: Iterable[type]) -> dict[type, None]:
+    """The classes, and their bases, that the user wrote."""
+    found: dict[type, None] = {}
+    for cls in classes:
+        if cls not in _user_bases:
+            _user_bases[cls] = tuple(base for base in cls.__mro__ if code_origin(base.__module__) == "user")
+        found.update(dict.fromkeys(_user_bases[cls]))
+    return found
+
+
+def _references_of(cls: type) -> tuple[_Reference, ...]:
+    if cls not in _references:
+        _references[cls] = tuple(_find_references(cls))
+    return _references[cls]
 
 
 def _is_setting(value: object) -> bool:

@@ -1,6 +1,9 @@
 """Intercepts calls of modules, autograd functions and scripted functions while recording; disables the user's hooks."""
 
-from collections.abc import Callable, Iterable, Iterator
+import dis
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.capture.objects import code_origin
+from penstock.capture.fingerprint import global_objects, names_in
+from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, object_items
 from penstock.errors import CaptureError
 
 CallHandler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -79,8 +83,10 @@ def intercept_autograd_and_scripted_functions(on_apply: CallHandler, on_script: 
 
 
 @contextmanager
-def without_user_hooks(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def without_user_hooks(blocks: Iterable[nn.Module], kept: Collection[int] = ()) -> Iterator[None]:
     """Remove the user's forward hooks and pre-hooks from some blocks and their parts; restore them at the end.
+
+    Those whose ids are in `kept` stay (`hooks_of_model`).
 
     A recording is not a forward of the user, so hooks that count or log must not run. Hooks that are registered in the
     body stay.
@@ -90,7 +96,7 @@ def without_user_hooks(blocks: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for hooks, content in saved:
             for key, hook in content.items():
-                if _is_skipped_hook(hook):
+                if _is_skipped_hook(hook) and id(hook) not in kept:
                     del hooks[key]
         yield
     finally:
@@ -105,6 +111,72 @@ def has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether some module, or a part of it, has a forward hook or pre-hook of the user."""
     parts = (part for module in modules for part in module.modules())
     return any(_is_skipped_hook(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
+
+
+def hooks_of_model(model: nn.Module) -> frozenset[int]:
+    """The ids of the user's forward hooks that may pass values to the model's code other than by their results.
+
+    Such a hook refers to a module of the model, to an object that is an attribute of one, or to a global variable that
+    the model's code refers to, as one that collects activations for the loss; or it sets attributes of its module.
+    """
+    modules = list(model.modules())
+    hooks = [hook for part in modules for kind in _forward_hooks(part) for hook in kind.values()]
+    hooks = [hook for hook in hooks if _is_skipped_hook(hook) and not _is_fsdp_hook(hook)]
+    if not hooks:
+        return frozenset()
+    attributes = [value for part in modules for name, value in vars(part).items() if name not in MODULE_ATTRIBUTES]
+    candidates = (*modules, *attributes, *global_objects(dict.fromkeys(map(type, modules))))
+    shared = {id(value) for value in candidates if _may_hold_tensors(value)}
+    return frozenset(
+        id(hook) for hook in hooks if _sets_attributes(hook) or not shared.isdisjoint(map(id, _objects_of(hook)))
+    )
+
+
+def has_hooks(block: nn.Module, hooks: Collection[int]) -> bool:
+    """Whether a block or a part of it has one of these forward hooks."""
+    found = (hook for part in block.modules() for kind in _forward_hooks(part) for hook in kind.values())
+    return bool(hooks) and any(id(hook) in hooks for hook in found)
+
+
+def _may_hold_tensors(value: object) -> bool:
+    if isinstance(value, nn.Module | list | dict | set | deque):
+        return True
+    return code_origin(type(value).__module__) == "user" and hasattr(value, "__dict__")
+
+
+def _objects_of(hook: Any) -> list[Any]:
+    """The hook and the objects that it refers to, directly or through the user's functions that it calls."""
+    # Of an object that is called, the method too.
+    found, pending, seen = [], [hook, type(hook).__call__], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        found.append(value)
+        if value is hook or isinstance(value, partial | types.FunctionType | types.MethodType | tuple):
+            pending += value if isinstance(value, tuple) else [item for _, item in object_items(value)]
+        if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
+            names = set(names_in(value.__code__)) & value.__globals__.keys()
+            pending += [value.__globals__[name] for name in names]
+    return found
+
+
+def _sets_attributes(hook: Any) -> bool:
+    """Whether a hook sets attributes of the module that it is called for."""
+    is_bound = not isinstance(hook, types.FunctionType)
+    function = getattr(hook, "__func__", hook if isinstance(hook, types.FunctionType) else type(hook).__call__)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount <= is_bound:
+        return False
+    module = code.co_varnames[is_bound]
+    loaded: Any = None
+    for instruction in dis.get_instructions(code):
+        # Newer versions of Python load two variables at once.
+        if instruction.opname == "STORE_ATTR" and module == (loaded[-1] if isinstance(loaded, tuple) else loaded):
+            return True
+        loaded = instruction.argval
+    return "setattr" in code.co_names
 
 
 def refuse_backward_hooks(module: nn.Module, path: str) -> None:
@@ -127,7 +199,13 @@ def _is_skipped_hook(hook: Any) -> bool:
 
     Hooks of weight_norm and LoRA are part of the computation of their module.
     """
-    inner = getattr(hook, "func", hook)
-    module = str(getattr(inner, "__module__", ""))
+    return code_origin(_module_of(hook)) in ("user", "python") or _is_fsdp_hook(hook)
+
+
+def _is_fsdp_hook(hook: Any) -> bool:
     # Sharded parameters are gathered around a whole recording: FSDP's hooks would take each block for a forward.
-    return code_origin(module) in ("user", "python") or module.startswith("torch.distributed.fsdp")
+    return _module_of(hook).startswith("torch.distributed.fsdp")
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))

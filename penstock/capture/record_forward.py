@@ -23,7 +23,9 @@ from penstock.capture.generators import seed_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.graph_builder import build_graph, outputs_reaching
 from penstock.capture.hooks import (
+    has_hooks,
     has_user_hooks,
+    hooks_of_model,
     intercept_autograd_and_scripted_functions,
     intercept_modules,
     without_user_hooks,
@@ -101,8 +103,14 @@ class _Forward:
         """
         skip_hooks = True
         functions = functions.copy()
+        hooks = hooks_of_model(self.model)
         while True:
             blocks = granularity.blocks(self.model)
+            # A replay would run these hooks for the block, but not the code that reads what they leave. Hooks of opened
+            # modules are recorded.
+            if hooked := [name for name, block in blocks.items() if has_hooks(block, hooks)]:
+                granularity = replace(granularity, opened=granularity.opened.union(hooked))
+                continue
             try:
                 with without_user_hooks(blocks.values() if skip_hooks else ()):
                     recorded = self._record_once(global_seed, granularity, functions)

@@ -49,7 +49,8 @@ class StageClass:
         """the number of its nodes that belong to other stages: these depend on inputs only"""
         held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         # Parts that the example did not use are in a stage too.
-        unused = [*captured.uncalled_blocks(), *(name for name in owners.unused if name in held)]
+        uncalled = filter(owners.is_within_one_stage, captured.uncalled_blocks())
+        unused = [*uncalled, *(name for name in owners.unused if name in held)]
         blocks = [node.module for node in nodes if node.is_block]
         blocks += [name for name in unused if owners.of(name) == stage]
         state = [*(name for step in self._steps for name in step.arg_states), *states(self._outputs)]

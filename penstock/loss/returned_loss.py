@@ -22,6 +22,7 @@ from penstock.capture import (
     Recording,
     copy_leaf,
     dtype_named,
+    hooks_of_model,
     intercept_modules,
     isolated,
     tensors_in,
@@ -108,9 +109,13 @@ class ModelLoss:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Restore everything that the model changes inside the context, and disable the user's hooks."""
+        """Restore everything that the model changes inside the context, and disable the user's hooks.
+
+        Hooks that pass values to the model's code stay: they are recorded.
+        """
         model = self.captured.model
-        with isolated(model, None, ()), uncompiled(), without_user_hooks([model]), torch.enable_grad():
+        without_hooks = without_user_hooks([model], hooks_of_model(model))
+        with isolated(model, None, ()), uncompiled(), without_hooks, torch.enable_grad():
             yield
 
     def run(self, noise: "Noise", chosen: Sequence[int], live: Collection[str] = ()) -> "NoisyResult":

@@ -35,12 +35,15 @@ def _can_defer_bias(bias: Tensor | None) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
+    # Other leaves are not: the gradient of a value received from another stage is part of the input gradient.
     if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in ARITHMETIC_DTYPES or tensor.layout is not torch.strided:
         return False
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
-    return node is None or node.name() == "torch::autograd::AccumulateGrad"
+    if node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    return isinstance(tensor if node is None else node.variable, nn.Parameter)
 
 
 def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,11 @@ class Ownership:
             return self._stages[min(later, key=self._positions.__getitem__)]
         return self._stages[max(similar, key=lambda other: self._positions.get(other, -1))]
 
+    def is_within_one_stage(self, module: str) -> bool:
+        """Whether no stage but the owner of a module uses parameters or buffers in it."""
+        inside, owner = f"{module}.", {self.of(module)}
+        return all(stages <= owner for name, stages in self._holders.items() if name.startswith(inside))
+
     def by_stage(self, names: Iterable[str]) -> dict[int, list[str]]:
         """The names that belong to each stage."""
         found: dict[int, list[str]] = {}

@@ -37,7 +37,9 @@ class PartitionedModel:
         self._owners = Ownership(graph, partition)
         self.stage_nodes = partition.runs(graph)
         """by stage, the nodes that it runs"""
-        self.uncalled_blocks = self._owners.by_stage(captured.uncalled_blocks())
+        # The parts of other blocks that were not called, such as a ParameterList, are registered one by one.
+        uncalled = filter(self._owners.is_within_one_stage, captured.uncalled_blocks())
+        self.uncalled_blocks = self._owners.by_stage(uncalled)
         self.unused_state = self._owners.by_stage(self._owners.unused)
         self._fits: LruCache[Recording, Fit] = LruCache()
 

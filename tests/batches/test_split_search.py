@@ -92,6 +92,25 @@ class Positions(Blocks):
         return self.run(self.embedding(ids) * positions.sum(0).unsqueeze(-1))
 
 
+class Masked(Blocks):
+    """Its mask has no samples."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.run(x) * mask
+
+
+class Stateful(nn.Module):
+    """Its recurrent layer has the samples of its state in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return self.head(self.rnn(x, state)[0])
+
+
 IDS = torch.randint(0, 6, (2, 5), generator=torch.Generator().manual_seed(1))
 GRID = torch.tensor([[1, 2, 2], [1, 1, 3], [2, 1, 1]])
 LABELS = [{"boxes": torch.rand(4, 4)} for _ in range(4)]
@@ -138,6 +157,16 @@ CASES = {
         ComplexMean,
         {"images": IMAGES, "labels": [{"boxes": torch.rand(4, 4) * scale} for scale in (1, 9, 5, 2)]},
         {"labels": "samples"},
+    ),
+    "the state of one layer": (
+        Stateful,
+        {"x": torch.randn(6, 3, 4), "state": (torch.randn(1, 6, 4), torch.randn(1, 6, 4))},
+        {"state": "items", "state.0": 1, "state.1": 1},
+    ),
+    "a mask of as many positions as samples": (
+        Masked,
+        {"x": torch.randn(4, 4, 4), "mask": torch.rand(1, 4, 4)},
+        {"mask": None},
     ),
     "positions": (Positions, {"ids": IDS, "positions": torch.rand(3, 2, 5)}, {"positions": 1}),
 }
@@ -235,6 +264,18 @@ def test_samples_that_depend_on_each_other_are_warned_of_when_planning() -> None
         warnings.simplefilter("error")
         quick_plan(TimeFirst(), (x,), ranks=2, microbatches=3, schedule="1f1b", split={"x": 1})
         quick_plan(TimeFirst(), (x,), ranks=2, microbatches=1, schedule="1f1b")
+
+
+class Similarities(Blocks):
+    """A result for each pair of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) @ x.t()
+
+
+def test_a_result_for_each_pair_of_samples_is_warned_of_when_planning() -> None:
+    with pytest.warns(penstock.PenstockWarning, match="depend on the samples beside it"):
+        assert find_split(Similarities(), (torch.randn(6, 4),), {}) == {}
 
 
 class Keeping(Blocks):
@@ -375,18 +416,15 @@ def test_the_error_of_a_model_that_cannot_run_on_a_microbatch_names_what_was_pas
 
 
 def test_the_error_of_a_model_that_cannot_run_on_a_microbatch_names_the_dimension_as_long_as_the_batch() -> None:
-    class Stateful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, state: Tensor) -> Tensor:
-            return self.head(self.rnn(x, state)[0])
-
-    batch = torch.randn(6, 3, 4), torch.zeros(1, 6, 4)
+    x, state = torch.randn(6, 3, 4), (torch.randn(1, 6, 4), torch.randn(1, 6, 4))
     options = {"ranks": 2, "microbatches": 2, "partitioner": "uniform", "schedule": "gpipe"}
-    with pytest.raises(CaptureError, match=r"passed whole: state \(1, 6, 4\)") as error:
-        penstock.plan(Stateful(), batch, **options)
-    assert "split={'state': 1}" in error.value.hint
-    plan = penstock.plan(Stateful(), batch, split={"state": 1}, **options)
-    assert penstock.Pipeline(Stateful(), plan, loss_fn=mean_square, local=True).step(*batch).loss is not None
+    plan = penstock.plan(Stateful(), (x,), **options)
+    with pytest.raises(CaptureError, match=r"passed whole: state.0 \(1, 6, 4\)") as error:
+        penstock.Pipeline(Stateful(), plan, loss_fn=mean_square, local=True).step(x, state)
+    assert "split={'state.0': 1, 'state.1': 1}" in error.value.hint
+    split = {"state.0": 1, "state.1": 1}
+    plan = penstock.plan(Stateful(), (x,), split=split, **options)  # the example leaves the state out
+    model = Stateful()
+    pipe = penstock.Pipeline(model, plan, loss_fn=mean_square, local=True)
+    for batch in ((x, None), (x, state)):
+        torch.testing.assert_close(pipe.step(*batch).loss, mean_square(model(*batch), None).detach())

@@ -33,6 +33,21 @@ class Stack(nn.Module):
         return self.head(self.drop(self.norm(x)))
 
 
+class Parametric(Stack):
+    """Uses the parameters of modules that it never calls, in different places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.randn(8) for _ in range(4))
+        self.shift = nn.Linear(1, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.shift.weight[:, 0]
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = block(x) * scale
+        return self.head(x + self.shift.bias)
+
+
 class Deciding(Stack):
     """Goes another way when an activation is large: a decision between blocks."""
 

@@ -1,5 +1,7 @@
 """Hooks on blocks see the forwards of the user and no others."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,49 @@ def test_a_hook_that_is_registered_by_the_forward_runs():
 
     captured = penstock.capture(Registering().eval(), (BATCH,))
     assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))
+
+
+COLLECTED = []
+
+
+class Collecting(Stack):
+    """Adds the mean of the activations that hooks have collected since the forward began, if there are any."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.found = []
+        hooks = {
+            "closure": lambda module, given, result: self.found.append(result),
+            "method": self.collect,
+            "partial": partial(self.collect, unused=0),
+            "global": lambda module, given, result: COLLECTED.append(result),
+            "attribute": keep_result,
+        }
+        self.blocks[1].linear.register_forward_hook(hooks[kind])
+
+    def collect(self, module, given, result, unused=None):
+        self.found = [*self.found, result]
+
+    def forward(self, x):
+        self.found, self.blocks[1].linear.kept = [], None
+        COLLECTED.clear()
+        x = super().forward(x)
+        kept = self.blocks[1].linear.kept
+        return x + sum(
+            each.mean(1, keepdim=True) for each in (*self.found, *COLLECTED, *([] if kept is None else [kept]))
+        )
+
+
+def keep_result(module, given, result):
+    module.kept = result
+
+
+@pytest.mark.parametrize("kind", ["closure", "method", "partial", "global", "attribute"])
+def test_activations_that_a_hook_collects_for_the_model_are_recorded(kind):
+    model = Collecting(kind)
+    captured = penstock.capture(model, (BATCH,))
+    assert "blocks.1.linear/linear" in {node.name for node in captured.graph.nodes}
+    penstock.split(captured, uniform(captured.graph, 3))  # compares with the model
 
 
 @pytest.mark.parametrize("stages", [2, 4])

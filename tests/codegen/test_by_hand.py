@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.partitioners import cut_before, uniform
-from tests.capture.models import Masking, Stack
+from tests.capture.models import Masking, Parametric, Stack
 from tests.codegen.generated import generated, imported
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -83,8 +83,9 @@ def test_the_state_dicts_of_all_stages_have_the_models_keys_and_tensors(tmp_path
     assert all(found[name] is whole[name] for name in whole)
 
 
-def test_an_unused_part_of_the_model_is_in_a_stage_too(tmp_path):
-    model = Stack()
+@pytest.mark.parametrize("kind", [Stack, Parametric])
+def test_an_unused_part_of_the_model_is_in_a_stage_too(kind, tmp_path):
+    model = kind()
     model.spare, model.free = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
     file = generated(penstock.capture(model, (BATCH,)), 3, tmp_path)
     found = [name for stage in file.STAGES for name in stage(model).state_dict()]

@@ -35,13 +35,22 @@ class SecondStage:
         names = [str(index) for index in range(1, len(self.model))]
         self.stage: Stage = split(self.captured, by_modules(graph, [["0"], names]))[1]
         self.example, self.input_name = example, graph.nodes[0].makes[0].name
+        self.received: tuple[str, ...] = ()
+        """the input's name, if it comes in a message"""
 
     def run(self, is_split: bool, microbatch: int = 0) -> StageRun:
         """The forward of one microbatch."""
         value = (self.example + microbatch).detach().requires_grad_()
         with torch.random.fork_rng():
             torch.manual_seed(microbatch)
-            return StageRun(self.stage, self.captured.example_recording, {}, {self.input_name: value}, is_split)
+            return StageRun(
+                self.stage,
+                self.captured.example_recording,
+                {},
+                {self.input_name: value},
+                is_split,
+                received=self.received,
+            )
 
     def gradients(self, is_split: bool, before_weights: Callable[[], object] = lambda: None) -> Values:
         """The input gradients of every microbatch and the weight gradients of all of them.

@@ -43,6 +43,14 @@ def test_weight_gradients_that_cannot_be_deferred_are_computed_with_the_input_gr
     assert waiting == []
 
 
+@pytest.mark.parametrize("weight", [lambda x: x, lambda x: x[1:].T.T], ids=["itself", "a view"])
+def test_a_received_value_that_is_a_weight_has_its_whole_gradient_before_the_weight_gradients(weight):
+    forward = lambda x, a: functional.linear(a(x), weight(x), weight(x).T.flatten()[: len(weight(x))])  # noqa: E731
+    module = SecondStage(Does(forward, nn.Linear(8, 8)), rows(4, 8))
+    module.received = (module.input_name,)
+    assert_identical(module.gradients(False), module.gradients(True))
+
+
 def test_a_stage_notes_that_no_weight_gradient_can_be_deferred():
     module = behind(AT_ONCE, "a reentrant checkpoint")
     module.gradients(True)

@@ -11,7 +11,7 @@ from penstock.errors import PartitionError
 from penstock.ir import Partition
 from penstock.partitioners import by_modules, uniform
 from penstock.stages import LayerList, StageSequence
-from tests.capture.models import Stack
+from tests.capture.models import Parametric, Stack
 from tests.parity import Batch, StagedModel, WholeModel, assert_close, one_step
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -22,8 +22,9 @@ def stages_of(model, number=3, **options):
     return penstock.split(captured, uniform(captured.graph, number))
 
 
-def test_the_union_of_all_stages_is_the_model_each_parameter_once():
-    model = Stack()
+@pytest.mark.parametrize("kind", [Stack, Parametric])
+def test_the_union_of_all_stages_is_the_model_each_parameter_once(kind):
+    model = kind()
     names = [name for stage in stages_of(model) for name in stage.state_dict()]
     assert sorted(names) == sorted(model.state_dict())
 

@@ -70,7 +70,8 @@ class TensorCodec:
                 value=self.value.name,
                 agreed=self.value.spec,
                 found=f"{dtype_name(tensor.dtype)}{list(tensor.shape)}",
-                hint="a hook or a block returns another shape or dtype than when the model was recorded",
+                hint="if its size depends on values in the batch, as after a boolean mask, other cuts (partitioner=), "
+                "or basic_blocks= around the modules that use it; otherwise correct the hook or block that returns it",
             )
         # The packed tensor is kept until it has arrived: it must not keep the autograd graph alive.
         if tensor.requires_grad:
