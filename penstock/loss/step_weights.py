@@ -113,6 +113,8 @@ class LossWeights:
         self._ranges: LruCache[tuple[str, str], tuple[int, int]] = LruCache()
         """the smallest and largest integer so far, by the key of a decision and the name of a tensor"""
         self._num_steps = 0
+        self._is_refuted = False
+        """whether the values of two microbatches of this step have shown that the decision does not hold"""
         self._earlier: _WeighedLoss | None = None
         """the first loss of the step, if it is compared with the second one"""
 
@@ -241,6 +243,7 @@ class LossWeights:
         False if the step is not an ordinary one, or if the decision no longer holds.
         """
         known, number = self._decisions.find(_FUNCTION), self._num_steps + 1
+        self._is_refuted = False
         is_power_of_two = not number & (number - 1)
         if not step.is_training or is_power_of_two or known is None:
             return False
@@ -261,25 +264,28 @@ class LossWeights:
         targets = microbatches[0].target, microbatches[1].target
         if any(map(math.isnan, weights)) or any(each != weights for each in others):
             return False
-        if not self._values_agree(known.reduction, targets, output, loss):
+        agrees = self._values_agree(known.reduction, targets, output, loss)
+        if not agrees:
+            # A check of the reduction with two other microbatches may not notice the difference.
+            self._is_refuted = agrees is False
             return False
         self._num_steps, step.weights = number, weights
         return True
 
     def _values_agree(
         self, reduction: Reduction, targets: tuple[Any, Any], output: Any, loss: Any, may_shorten: bool = True
-    ) -> bool:
-        """Whether the loss of two microbatches together is the weighted sum of their separate losses.
+    ) -> bool | None:
+        """Whether the loss of two microbatches together is the weighted sum of their separate losses; None if unknown.
 
         `output` and `loss` are those of the first microbatch. The second has no output yet: a scaled copy of the first
         one is used. Of a sample with a large output, such as logits over a large vocabulary, only the first positions
-        are used if `may_shorten`. False also if outputs or targets are not plain tensors whose first dimension is the
-        batch.
+        are used if `may_shorten`. None if outputs or targets are not plain tensors whose first dimension is the batch,
+        or if the function does not take these samples.
         """
         first_target, second_target = targets
         tensors = (output, first_target, second_target)
         if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors) or first_target is second_target:
-            return False
+            return None
         whole = output
         # Few samples of large outputs: two microbatches at a time may not fit in memory.
         sample_size = max(1, output.numel() // len(output)) if len(output) else 1
@@ -303,7 +309,7 @@ class LossWeights:
                 together = self.losses(torch.cat([first_output, second_output]), both_targets)[self._name]
                 values = (alone, self.losses(second_output, second_target)[self._name], together)
         except Exception:  # a function may not take any number of samples, or of positions
-            return is_short and self._values_agree(reduction, targets, whole, loss, may_shorten=False)
+            return self._values_agree(reduction, targets, whole, loss, may_shorten=False) if is_short else None
         numbers = [float(value.detach()) for value in values]
         weights = reduction.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
@@ -370,7 +376,7 @@ class LossWeights:
         known, number = self._decisions.find(key), self._num_steps
         has_new_labels = self._has_new_labels(key, pieces)
         is_power_of_two = not number & (number - 1)
-        if known is None or known.is_provisional or (known.problem and is_power_of_two):
+        if known is None or known.is_provisional or self._is_refuted or (known.problem and is_power_of_two):
             return decide(loss, pieces, number)
         if known.reduction is None:
             weights = evaluated_weights(loss, pieces, number)

@@ -116,6 +116,25 @@ def test_samples_that_begin_to_interact_cause_a_warning_in_that_step() -> None:
         pipe.step(X, target=VALUES)
 
 
+def test_samples_that_begin_to_interact_are_noticed_by_microbatches_that_differ() -> None:
+    labels = ALL.clamp(max=CLASSES - 2)
+    # The samples with the extreme labels, with which a reduction is checked, have equal numbers of labels.
+    labels[[0, 3], :5] = -100
+    labels[3, 5] = CLASSES - 1
+
+    def loss_fn(y: Tensor, t: Tensor) -> Tensor:
+        return flat(y, t) + Epoch.number * y.square().mean()
+
+    _, pipe = pipeline(loss_fn, SAMPLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            pipe.step(X, target=labels)
+    Epoch.number = 1
+    with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
+        pipe.step(X, target=labels)
+
+
 def test_a_mean_over_positive_outputs_causes_a_warning_in_the_first_step() -> None:
     _, pipe = pipeline(lambda y, t: (y - t)[y > 0].square().mean(), SAMPLES)
     with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
