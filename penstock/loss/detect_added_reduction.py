@@ -1,6 +1,7 @@
 """Detects whether a loss that a module adds with `add_loss` is a mean or a sum over samples, and weights it."""
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ from penstock.loss.returned_loss import ModelLoss, Noise
 from penstock.loss.samples import choose_parts
 from penstock.loss.step_weights import LossStep
 
+_NUM_DRAWS = 4
+"""more than for the loss of a batch, because added losses are not compared again in later steps"""
+
+
+class _Detected(NamedTuple):
+    """The reduction of an added loss, and whether the evaluations have shown it."""
+
+    reduction: str
+    is_certain: bool
+
 
 class AddedLosses:
     """Weights every added loss as a mean or a sum over samples, detected by evaluation on parts or given by the user.
@@ -23,7 +34,7 @@ class AddedLosses:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._detected: LruCache[tuple[int, Recording, int], list[str]] = LruCache()
+        self._detected: LruCache[tuple[int, Recording, int], list[_Detected]] = LruCache()
         """the reduction of every loss that a stage adds, by stage, recording and number of losses: a block may add one
         for some microbatches only"""
         self.warnings: tuple[str, ...] = ()
@@ -48,32 +59,43 @@ class AddedLosses:
                 (stage, step.recordings[microbatch], len(added)),
                 lambda: self._detect(step, microbatch, stage, nodes, len(added)),
             )
-            names = [given or found for given, found in zip(names, detected, strict=True)]
+            for number, (loss, found) in enumerate(zip(added, detected, strict=True)):
+                # A loss of zero has any weight, as a penalty on large activations that are small so far.
+                if loss.reduction is None and not found.is_certain and bool(loss.value.detach().any()):
+                    self._warn(stage, number)
+            names = [given or found.reduction for given, found in zip(names, detected, strict=True)]
         # Without a name the microbatch is the batch: a mean and a sum have the same weight.
         weights = [Reduction(name or "mean").weights_of((size,), num_samples)[0] for name in names]
         return torch.stack([loss.value.reshape(()) * weight for loss, weight in zip(added, weights, strict=True)]).sum()
 
-    def _detect(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[str]:
-        """The names of the reductions of the `count` losses that a stage adds."""
+    def _warn(self, stage: int, number: int) -> None:
+        problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
+        hint = 'add_loss(..., reduction="mean" or "sum") overrides'
+        text = f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}"
+        if text not in self.warnings:
+            self.warnings += (text,)
+
+    def _detect(
+        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int
+    ) -> list["_Detected"]:
+        """The reductions of the `count` losses that a stage adds."""
         try:
             draws, sizes = self._probes(step, microbatch, nodes)
         except Exception:  # the user's model may raise anything
             draws, sizes = [], []
         pieces: list[Piece] = [({}, size) for size in sizes]
         weights = {name: Reduction(name).weights(pieces) for name in SAMPLE_REDUCTIONS}
-        detected: list[str] = []
+        detected: list[_Detected] = []
         for number in range(count):
             probes = [draw[number] for draw in draws if len(draw) == count]
             fitting = [name for name in weights if probes and all(probe.fits(weights[name]) for probe in probes)]
-            detected.append(fitting[0] if fitting else "mean")
-            if not fitting:
-                problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
-                hint = 'add_loss(..., reduction="mean" or "sum") overrides'
-                self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
+            # A mean over chosen samples looks like a sum as long as only one of the parts has any.
+            has_evidence = fitting == ["mean"] or (fitting == ["sum"] and any(map(_all_parts_count, probes)))
+            detected.append(_Detected(fitting[0] if has_evidence else "mean", has_evidence))
         return detected
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> tuple[list[list[Probe]], list[int]]:
-        """The probes of the losses that the nodes of a stage add, in their order, for each of two draws of noise.
+        """The probes of the losses that the nodes of a stage add, in their order, for each of some draws of noise.
 
         The second result is the number of samples of each part that was evaluated.
         """
@@ -93,10 +115,18 @@ class AddedLosses:
 
         draws = []
         with model.isolated():
-            for draw in range(2):
-                noise = model.noise(parts, draw)
+            for draw in range(_NUM_DRAWS):
+                noise = model.noise(parts, draw, *((1.0,) if draw % 4 > 1 else ()))
                 union = evaluations(noise, range(len(parts)))
                 alone = [evaluations(noise, [number]) for number in range(len(parts))]
                 columns = zip(union, *alone, strict=True)
                 draws.append([Probe(range(len(parts)), together, separate) for together, *separate in columns])
         return draws, [part.length for part in parts]
+
+
+def _all_parts_count(probe: Probe) -> bool:
+    """Whether the loss of each part alone has a value or a gradient."""
+    return all(
+        alone.loss or any(bool(gradient.any()) for part in alone.gradients.values() for gradient in part.values())
+        for alone in probe.alone
+    )

@@ -110,8 +110,9 @@ class Probe:
                 # A model without modules has no values between them, and so no gradients of parts.
                 weights.append(math.nan)
             elif not any(bool(gradient.any()) for gradient in together.values()):
-                # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN.
-                weights.append(0.0)
+                # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN. If it has a gradient
+                # alone, other samples suppress it, as in a maximum; for other outputs they might not.
+                weights.append(math.nan if square and math.isfinite(square) else 0.0)
             else:
                 weights.append(_dot(together, separate) / square if square else math.nan)
         return tuple(weights)

@@ -82,7 +82,7 @@ class Reduction:
 
         A weight of 0 means that nothing in the piece counts. Its loss is usually 0/0, and backward through that would
         give 0 * NaN: callers must not start backward from it but treat its gradients as zero. If nothing counts in any
-        piece all weights are NaN, and so is the loss, as in torch.
+        piece all weights are NaN.
         """
         if self.is_sum:
             return (1.0,) * len(totals)

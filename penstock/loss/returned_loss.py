@@ -101,11 +101,11 @@ class ModelLoss:
             yield evaluate
         self.mixed_inputs = list(noise.comparison.mixed_inputs)
 
-    def noise(self, parts: Sequence[SampleRange], draw: int) -> "Noise":
-        """Results of the blocks for some parts of the batch."""
+    def noise(self, parts: Sequence[SampleRange], draw: int, small_scale: float = SMALL_SCALE) -> "Noise":
+        """Results of the blocks for some parts of the batch; every other part has the `small_scale`."""
         first = next(self.captured.model.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
-        return Noise(self.recording.graph, self.microbatches, self.recorded_size, parts, draw, device)
+        return Noise(self.recording.graph, self.microbatches, self.recorded_size, parts, draw, device, small_scale)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -185,9 +185,10 @@ class Noise:
         parts: Sequence[SampleRange],
         draw: int,
         device: torch.device,
+        small_scale: float = SMALL_SCALE,
     ) -> None:
         """`graph` is that of a microbatch of `recorded_size` samples. The noise differs in every `draw`."""
-        self._graph, self._draw, self._device = graph, draw, device
+        self._graph, self._draw, self._device, self._small_scale = graph, draw, device, small_scale
         self._sizes, self._recorded_size = [part.length for part in parts], recorded_size
         self._parts = [microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         self._sample_dims: dict[str, tuple[int | None, tuple[int, ...]]] = {}
@@ -263,7 +264,7 @@ class Noise:
         # The seed depends on draw, value and part only, so that every run of a draw has the same noise.
         seed = (self._draw * 10_000 + list(self._sample_dims).index(value)) * 100 + part + 1
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        scale = SMALL_SCALE if (self._draw + part) % 2 else 1.0
+        scale = self._small_scale if (self._draw + part) % 2 else 1.0
         leaf = (noise * scale).to(self._device, dtype).requires_grad_()
         self._leaves[part, value] = weakref.ref(leaf)
         return leaf

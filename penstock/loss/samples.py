@@ -129,6 +129,9 @@ def artificial_output(
     after a head that was initialised with zeros, are they drawn from a normal distribution.
     """
     remaining_dims = iter(dims)
+    # Drawn with replacement: weights that depend on the signs or the order of entries, as those of a mean over positive
+    # outputs do, would be equal in parts with the same samples.
+    chosen = torch.randint(size, (length,), generator=torch.Generator().manual_seed(seed))
 
     def make(leaf: object) -> object:
         dim = next(remaining_dims)
@@ -136,10 +139,9 @@ def artificial_output(
             return leaf
         picked = leaf.detach()
         if dim is not None:
-            # Several rows may belong to a sample, as after `flatten(0, 1)`. The seed varies which samples are taken.
+            # Several rows may belong to a sample, as after `flatten(0, 1)`.
             rows = leaf.shape[dim] // size
-            chosen = (torch.arange(length, device=leaf.device) + seed) % size
-            index = (chosen.unsqueeze(1) * rows + torch.arange(rows, device=leaf.device)).flatten()
+            index = (chosen.to(leaf.device).unsqueeze(1) * rows + torch.arange(rows, device=leaf.device)).flatten()
             picked = picked.index_select(dim, index)
         if not is_inexact(leaf):
             return picked

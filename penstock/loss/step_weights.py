@@ -3,17 +3,18 @@
 The formula of the weights is `Reduction.weights_of` in reduction_weights.py; detect_reduction.py finds the reduction.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_integer
+from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_inexact, is_integer
 from penstock.errors import RunError
-from penstock.ir import choices_text
+from penstock.ir import choices_text, leaves, map_leaves
 from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, decide, evaluated_weights, reduction_fits
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.interactions import interaction_warnings
@@ -22,7 +23,7 @@ from penstock.loss.probe import VALUE_FACTOR
 from penstock.loss.reduction_weights import REDUCTIONS, Piece, Reduction
 from penstock.loss.replicas import ReplicaGroup, reference_sample, weights_among_replicas
 from penstock.loss.returned_loss import ModelLoss
-from penstock.loss.samples import LARGE, repeat_positions
+from penstock.loss.samples import LARGE, join, repeat_positions, sample_dims
 
 _FUNCTION = ""
 """the key of the decision about a loss function"""
@@ -42,6 +43,15 @@ class LossStep:
     """the factor of each microbatch's loss in the loss of the batch, once known"""
     loss_problem: str = ""
     """why the weights are not exact"""
+
+
+class _WeighedLoss(NamedTuple):
+    """The output and the loss of a microbatch, and its step."""
+
+    step: LossStep
+    microbatch: int
+    output: Any
+    loss: float
 
 
 class LossWeights:
@@ -103,6 +113,10 @@ class LossWeights:
         self._ranges: LruCache[tuple[str, str], tuple[int, int]] = LruCache()
         """the smallest and largest integer so far, by the key of a decision and the name of a tensor"""
         self._num_steps = 0
+        self._is_refuted = False
+        """whether the values of two microbatches of this step have shown that the decision does not hold"""
+        self._earlier: _WeighedLoss | None = None
+        """the first loss of the step, if it is compared with the second one"""
 
     @property
     def reduction(self) -> str:
@@ -134,6 +148,9 @@ class LossWeights:
     def weigh(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> None:
         """Find the weights of a step, given the output and the loss of one of its microbatches."""
         if step.weights is not None:
+            if self._earlier is not None:
+                self._check_real_outputs(step, self._earlier, microbatch, output, loss)
+                self._earlier = None
             return
         if self._function is None:
             self.weights(step)
@@ -147,6 +164,47 @@ class LossWeights:
                 self._find_weights(step, function, _FUNCTION)
             finally:
                 function.end()
+            is_power_of_two = not self._num_steps & (self._num_steps - 1)
+            has_second = len(step.microbatches) > 1 and inputs.columns is None
+            is_due = is_power_of_two and (step.is_training or not self._num_steps)
+            if is_due and has_second and not step.loss_problem and function.is_plain:
+                self._earlier = _WeighedLoss(step, microbatch, map_leaves(output, _detached), float(loss.detach()))
+
+    def _check_real_outputs(
+        self, step: LossStep, earlier: "_WeighedLoss", microbatch: int, output: Any, loss: Any
+    ) -> None:
+        """Set the problem of a step if two microbatches together do not have the weighted sum of their losses.
+
+        The artificial outputs, from which the reduction was found, are all derived from one microbatch. Weights that
+        depend on signs or on the largest entries of outputs may be equal there and differ between real microbatches.
+        """
+        known = self._decisions.find(_FUNCTION)
+        is_due = earlier.step is step and known is not None and known.reduction is not None
+        if not is_due or known.problem or known.is_provisional or self._reduction is not None:
+            return
+        indices = (earlier.microbatch, microbatch)
+        pair = [step.microbatches[index] for index in indices]
+        tensors = [leaf for leaf in leaves((earlier.output, output)) if isinstance(leaf, Tensor)]
+        if sum(tensor.numel() for tensor in tensors) > LARGE:
+            return  # they may not fit into memory twice
+        weights = known.reduction.weights([(self._function.tensors(each), each.size) for each in pair])
+        try:
+            # The dimension that holds the samples has the same meaning in every microbatch.
+            preferred = next((axis.dim for axis in pair[0].axes.values() if axis.dim is not None), 0)
+            dims = sample_dims(earlier.output, pair[0].size, preferred)
+            together = join([earlier.output, map_leaves(output, _detached)], dims)
+            with torch.no_grad():
+                whole = float(self.losses(together, Microbatch.join(pair).target)[self._name].detach())
+        except Exception:  # a function may not take any number of samples
+            return
+        pairs = zip(weights, (earlier.loss, float(loss.detach())), strict=True)
+        losses = [weight * each for weight, each in pairs if weight]
+        dtypes = [self._function.dtype, loss.dtype, *(tensor.dtype for tensor in tensors if is_inexact(tensor))]
+        limit = VALUE_FACTOR * max(ROUNDING[dtype] for dtype in dtypes) * max(map(abs, [*losses, whole]))
+        # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
+        if abs(sum(losses) - whole) > limit:
+            step.loss_problem = INSEPARABLE
+            self._decisions.put(_FUNCTION, replace(known, problem=INSEPARABLE))
 
     def weights(self, step: LossStep) -> tuple[float, ...]:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
@@ -185,6 +243,7 @@ class LossWeights:
         False if the step is not an ordinary one, or if the decision no longer holds.
         """
         known, number = self._decisions.find(_FUNCTION), self._num_steps + 1
+        self._is_refuted = False
         is_power_of_two = not number & (number - 1)
         if not step.is_training or is_power_of_two or known is None:
             return False
@@ -203,25 +262,30 @@ class LossWeights:
         other = (microbatch + 1 + number % (len(pieces) - 1)) % len(pieces)
         microbatches = with_columns_of([step.microbatches[microbatch], step.microbatches[other]], 0)
         targets = microbatches[0].target, microbatches[1].target
-        if any(each != weights for each in others) or not self._values_agree(known.reduction, targets, output, loss):
+        if any(map(math.isnan, weights)) or any(each != weights for each in others):
+            return False
+        agrees = self._values_agree(known.reduction, targets, output, loss)
+        if not agrees:
+            # A check of the reduction with two other microbatches may not notice the difference.
+            self._is_refuted = agrees is False
             return False
         self._num_steps, step.weights = number, weights
         return True
 
     def _values_agree(
         self, reduction: Reduction, targets: tuple[Any, Any], output: Any, loss: Any, may_shorten: bool = True
-    ) -> bool:
-        """Whether the loss of two microbatches together is the weighted sum of their separate losses.
+    ) -> bool | None:
+        """Whether the loss of two microbatches together is the weighted sum of their separate losses; None if unknown.
 
         `output` and `loss` are those of the first microbatch. The second has no output yet: a scaled copy of the first
         one is used. Of a sample with a large output, such as logits over a large vocabulary, only the first positions
-        are used if `may_shorten`. False also if outputs or targets are not plain tensors whose first dimension is the
-        batch.
+        are used if `may_shorten`. None if outputs or targets are not plain tensors whose first dimension is the batch,
+        or if the function does not take these samples.
         """
         first_target, second_target = targets
         tensors = (output, first_target, second_target)
         if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors) or first_target is second_target:
-            return False
+            return None
         whole = output
         # Few samples of large outputs: two microbatches at a time may not fit in memory.
         sample_size = max(1, output.numel() // len(output)) if len(output) else 1
@@ -245,7 +309,7 @@ class LossWeights:
                 together = self.losses(torch.cat([first_output, second_output]), both_targets)[self._name]
                 values = (alone, self.losses(second_output, second_target)[self._name], together)
         except Exception:  # a function may not take any number of samples, or of positions
-            return is_short and self._values_agree(reduction, targets, whole, loss, may_shorten=False)
+            return self._values_agree(reduction, targets, whole, loss, may_shorten=False) if is_short else None
         numbers = [float(value.detach()) for value in values]
         weights = reduction.weights([({"target": target}, len(target)) for target in (first_target, second_target)])
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
@@ -298,6 +362,9 @@ class LossWeights:
             step.weights, step.loss_problem = weights_among_replicas(
                 self.replicas, decision, weights, own_pieces, self.reduction
             )
+        if all(map(math.isnan, step.weights)):
+            # Nothing counts in the whole batch. A sum over a clamped count is 0 then, and a mean NaN, as in torch.
+            step.weights = (1 / len(own_pieces),) * len(own_pieces)
 
     def _decision(
         self, loss: ProbedLoss, pieces: Sequence[Piece], key: str, is_training: bool, is_new: bool
@@ -309,7 +376,7 @@ class LossWeights:
         known, number = self._decisions.find(key), self._num_steps
         has_new_labels = self._has_new_labels(key, pieces)
         is_power_of_two = not number & (number - 1)
-        if known is None or known.is_provisional or (known.problem and is_power_of_two):
+        if known is None or known.is_provisional or self._is_refuted or (known.problem and is_power_of_two):
             return decide(loss, pieces, number)
         if known.reduction is None:
             weights = evaluated_weights(loss, pieces, number)
@@ -339,3 +406,7 @@ class LossWeights:
                 self._ranges.put((key, name), now)
                 is_new |= now != before
         return is_new
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -4,6 +4,7 @@
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,10 @@ _CHANGED_HINT = (
     "the backwards of other microbatches still need its value"
 )
 _MEMORY_HINT = "more microbatches, recompute='full', more ranks, or a schedule that holds less (1f1b, v_half, v_min)"
+
+_STEP_LOCK = threading.RLock()
+"""held by the thread that runs a step: recordings patch classes, and passes seed torch's generators, which all threads
+of the process share"""
 
 LOSS, ADDED = "the loss", "added losses"
 """names of the values that backward starts from, beside those that leave a stage"""
@@ -493,10 +498,18 @@ def watch_step(
 
     An error that only this rank raises is published, so that the others do not wait for it. `monitor` is None if all
     ranks are in this process.
+
+    One thread of a process runs a step at a time. Others wait if all ranks are in this process. Over several processes
+    their steps raise a RunError: ranks whose threads waited in other orders would wait for each other.
     """
     if monitor is not None:
         monitor.step_started(step, is_training)
+    has_lock = False
     try:
+        has_lock = _STEP_LOCK.acquire(blocking=monitor is None)
+        if not has_lock:
+            hint = "a threading.Lock around every step, or one thread for all pipelines"
+            raise RunError("another thread of this process is running a step", hint=hint)
         yield
     except BaseException as error:
         # Also KeyboardInterrupt: the caller may handle it and continue.
@@ -511,6 +524,9 @@ def watch_step(
         if located is error:
             raise
         raise located from error.__cause__
+    finally:
+        if has_lock:
+            _STEP_LOCK.release()
     if monitor is not None:
         monitor.step_finished(is_training)
 

@@ -298,7 +298,7 @@ REGRESSIONS = {
     "unexplained variance": _VALUED(lambda y, t: (y - t).square().sum() / (t - t.mean()).square().sum()),
     "over the variance": _VALUED(lambda y, t: functional.mse_loss(y, t) / t.var()),
     "degrees of freedom": _VALUED(lambda y, t: (y - t).square().sum() / (y.numel() - 1)),
-    "only the first": _VALUED(lambda y, t: functional.mse_loss(y[0], t[0])),
+    "only the first": _COUPLED(lambda y, t: functional.mse_loss(y[0], t[0])),
     "the hardest": _COUPLED(lambda y, t: above(squares(y, t), squares(y, t).mean().detach())),
     "above a threshold": _COUPLED(lambda y, t: above((y - t).square().flatten(), 1.5)),
     "value of a mean, gradient of a sum": _COUPLED(lambda y, t: lasting((y - t).square())),

@@ -116,6 +116,44 @@ def test_samples_that_begin_to_interact_cause_a_warning_in_that_step() -> None:
         pipe.step(X, target=VALUES)
 
 
+def test_samples_that_begin_to_interact_are_noticed_by_microbatches_that_differ() -> None:
+    labels = ALL.clamp(max=CLASSES - 2)
+    # The samples with the extreme labels, with which a reduction is checked, have equal numbers of labels.
+    labels[[0, 3], :5] = -100
+    labels[3, 5] = CLASSES - 1
+
+    def loss_fn(y: Tensor, t: Tensor) -> Tensor:
+        return flat(y, t) + Epoch.number * y.square().mean()
+
+    _, pipe = pipeline(loss_fn, SAMPLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            pipe.step(X, target=labels)
+    Epoch.number = 1
+    with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
+        pipe.step(X, target=labels)
+
+
+def test_a_mean_over_positive_outputs_causes_a_warning_in_the_first_step() -> None:
+    _, pipe = pipeline(lambda y, t: (y - t)[y > 0].square().mean(), SAMPLES)
+    with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
+        pipe.step(X, target=VALUES)
+
+
+def test_the_loss_of_the_worst_sample_causes_a_warning_even_if_its_target_makes_it_the_worst() -> None:
+    _, pipe = pipeline(lambda y, t: (y - t).square().mean((1, 2)).max())
+    with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
+        pipe.step(X, target=VALUES * torch.arange(SAMPLES).view(-1, 1, 1))
+
+
+def test_a_batch_without_labels_has_the_loss_of_the_whole_batch() -> None:
+    _, pipe = pipeline(lambda y, t: flat(y, t, reduction="sum") / (t != -100).sum().clamp(min=1))
+    for target in (LABELS, LABELS, torch.full_like(LABELS, -100)):
+        found = pipe.step(X, target=target).loss
+    assert found == 0.0
+
+
 def test_a_function_that_depends_on_the_number_of_samples_is_right() -> None:
     def by_size(y: Tensor, t: Tensor) -> Tensor:
         return functional.mse_loss(y, t, reduction="sum" if len(y) == 2 else "mean")
@@ -155,7 +193,7 @@ def test_the_first_step_evaluates_a_function_twice_on_everything_and_later_steps
         pipe.step(X, target=VALUES)
         pipe.eval(X, target=VALUES)
         found.append(len(calls) - before - 6)
-    assert found == [8, 3, 2, 3, 2, 2, 2, 3, 2]
+    assert found == [9, 4, 2, 4, 2, 2, 2, 4, 2]
 
 
 def test_samples_with_large_outputs_are_compared_on_their_first_positions(monkeypatch: pytest.MonkeyPatch) -> None:

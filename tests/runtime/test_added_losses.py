@@ -257,3 +257,57 @@ def test_a_block_may_add_another_number_of_losses_for_every_microbatch() -> None
             loss = mse_loss(model(x[rows]), TARGET[:6][rows])
         expected = expected + (loss + sum(added)) / 3
     torch.testing.assert_close(found, expected.to(found))
+
+
+class Selecting(nn.Module):
+    """Adds a loss of some outputs of a layer."""
+
+    def __init__(self, select: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.select = nn.Linear(WIDTH, WIDTH), select
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        x = self.linear(x)
+        penstock.add_loss(self.select(x))
+        return x
+
+
+def mean_of_positive(x: Tensor) -> Tensor:
+    chosen = x[:, 0] > 0
+    return x[chosen].square().mean() if chosen.any() else x.sum() * 0
+
+
+def sum_above(x: Tensor, limit: float) -> Tensor:
+    return (x.abs() - limit).relu().sum()
+
+
+def selecting_step(select: Callable[[Tensor], Tensor], scale: float = 1.0) -> list[str]:
+    """The warnings of a step."""
+    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), Selecting(select), nn.Linear(WIDTH, WIDTH)))
+    with torch.no_grad():
+        model[1].linear.bias[0] = -1.0
+    pipe = penstock.Pipeline(
+        model, quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b"), loss_fn=mse_loss, local=True
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.step(X * scale, target=TARGET)
+    return [str(warning.message) for warning in caught if issubclass(warning.category, penstock.PenstockWarning)]
+
+
+@pytest.mark.parametrize(
+    ("select", "scale", "is_warned"),
+    [
+        (mean_of_positive, 1.0, True),
+        (lambda x: sum_above(x, 1.0), 1.0, False),
+        (lambda x: sum_above(x, 50.0), 1.0, False),
+        (lambda x: sum_above(x, 50.0), 1e3, True),
+    ],
+    ids=["a mean of some", "a sum of some", "zero", "zero before this batch"],
+)
+def test_added_losses_that_few_samples_have_are_identified_or_warned_about(
+    select: Callable[[Tensor], Tensor], scale: float, is_warned: bool
+) -> None:
+    found = selecting_step(select, scale)
+    assert any("could not be identified as a mean or a sum" in text for text in found) == is_warned
