@@ -65,7 +65,7 @@ def check_execution(mesh: object, local: object, parallelize_fn: object) -> None
     if not isinstance(local, bool):
         raise RunError("local must be True or False", got=shown(local))
     if mesh is not None and local:
-        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
+        raise RunError("mesh must be None with local=True", got=shown(mesh), hint="leave out mesh or local")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
         raise RunError("mesh must be a DeviceMesh", got=shown(mesh), hint=hint)

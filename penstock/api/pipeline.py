@@ -178,7 +178,8 @@ class Pipeline:
         """the optimizer of an asynchronous pipeline, which updates the weights inside `step`"""
         if staleness is not None:
             if groups.peers is not None:
-                raise RunError("an asynchronous pipeline has no replicas", hint='a mesh with the axis "pp" only')
+                hint = 'a mesh with the axis "pp" only, or no staleness'
+                raise RunError("staleness does not combine with replicas or tensor parallelism", hint=hint)
             self.optimizer = make_optimizer(optimizer, part, plan, staleness)
             self.check_optimizer(self.optimizer)
         self._engine = self._make_engine()
@@ -800,7 +801,9 @@ class Pipeline:
             problem = "budget_tokens does not combine with return_outputs: samples are reordered"
             self._refuse(call, RunError(problem, hint="return_outputs=False, or leave out budget_tokens"))
         if self._staleness is not None:
-            self._refuse(call, RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens"))
+            self._refuse(
+                call, RunError("budget_tokens does not combine with staleness", hint="leave out budget_tokens")
+            )
         return {"budget_tokens": budget}
 
     def _refuse_ambiguous(self, call: str, name: str) -> None:

@@ -150,8 +150,10 @@ class Machine:
 
         if self.device is not None:
             if self.flops is not None or self.memory_speed is not None:
-                hint = "leave out --flops and --memory-speed, or --device"
-                raise PlanError("a device has a speed of its own", device=self.device, hint=hint)
+                hint = "leave them out, or --device"
+                raise PlanError(
+                    "--flops and --memory-speed must not be given with --device", device=self.device, hint=hint
+                )
             self._check_device()
             return DeviceSpeed.named(self.device)
         if (self.flops is None) != (self.memory_speed is None):
@@ -190,7 +192,8 @@ class Machine:
             cluster = Cluster(ranks, None, self.latency, self.bandwidth)
         else:
             if self.bandwidth is not None or self.latency:
-                raise PlanError("--link has a bandwidth and a latency of its own", hint="leave out one of them")
+                hint = "leave them out, or --link: a named link has both"
+                raise PlanError("--bandwidth and --latency must not be given with --link", hint=hint)
             across = self.across or (preset.across if preset and not self.link else None)
             cluster = node_cluster(ranks, within, across, self.per_node)
         memory = preset.memory if preset else None
@@ -213,11 +216,14 @@ class Machine:
                 return {"ranks": options.ranks}
             return {"ranks": replace(cluster, replicas=Replicas(replicas)), "speed": speed}
         if options.ranks != PlanFlags.ranks or options.microbatches != "auto" or emits:
-            hint = "leave out --ranks, --microbatches and --emit"
-            raise PlanError("--devices searches ranks and microbatches", hint=hint)
+            hint = "leave them out: --devices searches ranks and microbatches"
+            raise PlanError("--ranks, --microbatches and --emit must not be given with --devices", hint=hint)
         names = ("link", "across", "per_node", "bandwidth", "latency", "cores", "slowness")
-        if any(getattr(self, name) != getattr(Machine, name) for name in names):
-            raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
+        given = [name for name in names if getattr(self, name) != getattr(Machine, name)]
+        if given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            hint = "leave them out: the links are those of --device"
+            raise PlanError(f"{flags} must not be given with --devices", hint=hint)
         return {
             "devices": self.devices,
             "device": self.device,

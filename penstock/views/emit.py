@@ -24,7 +24,7 @@ def torchtitan(plan: Plan, csv: str) -> str:
         words = name.split(".")
         if len(words) > 2 or (len(words) == 2 and not words[1].isdigit()):
             hint = "--emit automodel, or a model whose layers are a list at its top, as those of torchtitan are"
-            raise PartitionError("torchtitan splits a model at its own children only", module=name, hint=hint)
+            raise PartitionError("torchtitan can split a model between its own children only", module=name, hint=hint)
     lines = [
         "[parallelism]",
         f"pipeline_parallel_degree = {plan.num_ranks}",
@@ -74,7 +74,7 @@ def megatron(plan: Plan, csv: str) -> str:
     found = sorted({match.string[: match.start()] for stage in matches for match in stage})
     if len(found) != 1:
         raise PartitionError(
-            "Megatron has one list of layers, besides embedding and output layer",
+            "for Megatron all layers must be in one list",
             lists=", ".join(found) or "none",
             hint="a model with all layers in one list, such as layers.0, layers.1; or --emit automodel",
         )
@@ -103,7 +103,7 @@ def deepspeed(plan: Plan, csv: str) -> str:
     """
     if plan.schedule.placement != Placement.loop(plan.num_ranks):
         placement = plan.schedule.placement.ranks
-        raise PlanError("DeepSpeed has one stage per rank", placement=placement, hint="--stages-per-rank 1")
+        raise PlanError("for DeepSpeed every rank must have one stage", placement=placement, hint="--stages-per-rank 1")
     lists = module_lists(plan)
     layers = list(dict.fromkeys(name for names in lists for name in names))
     parts = [0]

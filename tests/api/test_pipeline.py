@@ -36,7 +36,7 @@ GIVEN = [
     ({"loss_fn": "mse"}, "loss_fn must be a function (got: 'mse' (str))"),
     ({"loss_fn": nn.MSELoss}, "loss_fn must be a function, got a class (got: MSELoss)"),
     ({"local": "yes"}, "local must be True or False (got: 'yes' (str))"),
-    ({"mesh": object()}, "a local pipeline has no mesh"),
+    ({"mesh": object()}, "mesh must be None with local=True"),
     ({"mesh": 2, "local": False}, "mesh must be a DeviceMesh (got: 2 (int))"),
     ({"inputs": "bogus"}, 'inputs must be "all" or "first" (got: \'bogus\' (str))'),
     ({"inputs": None}, 'inputs must be "all" or "first" (got: None (NoneType))'),

@@ -134,7 +134,7 @@ MISTAKES = {
         "--tensor-parallel 8",
     ),
     "links of other devices": Mistake(
-        "plan model.py:build --devices 8 --per-node 4", 2, "--devices has the links of --device", "leave out"
+        "plan model.py:build --devices 8 --per-node 4", 2, "must not be given with --devices", "leave them out"
     ),
     "a tool that is misspelled": Mistake(f"{PLAN} --emit torchtian", 2, "unknown tool", "did you mean torchtitan?"),
     "a batch for one's own model": Mistake(f"{PLAN} --batch 4", 2, "are for hf: models", "make the batch in model.py"),

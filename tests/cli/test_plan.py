@@ -158,9 +158,9 @@ def test_a_device_has_memory_and_links() -> None:
 @pytest.mark.parametrize(
     ("machine", "text"),
     [
-        (Machine(device="a100", flops=1e12), "a speed of its own"),
+        (Machine(device="a100", flops=1e12), "must not be given with --device"),
         (Machine(across="400G"), "--across needs the link"),
-        (Machine(link="nvlink", bandwidth=1e9), "a bandwidth and a latency of its own"),
+        (Machine(link="nvlink", bandwidth=1e9), "must not be given with --link"),
     ],
 )
 def test_contradictory_machines(machine: Machine, text: str) -> None:

@@ -30,7 +30,7 @@ def test_a_pipeline_needs_processes_or_to_be_local() -> None:
 
 def test_a_local_pipeline_takes_no_mesh() -> None:
     model = chain(4)
-    with pytest.raises(penstock.RunError, match="a local pipeline has no mesh"):
+    with pytest.raises(penstock.RunError, match="mesh must be None with local=True"):
         penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss, local=True, mesh=object())
 
 
