@@ -43,7 +43,7 @@ def divide(name: str, problem: Problem, is_mixed: bool = False) -> Division:
     """Returns the division by the named partitioner with its default options.
 
     With `is_mixed`, ranks get several stages that are not neighbours where that evens them out (mixed pipe): in a
-    problem without a placement, by every partitioner but acyclic.
+    problem without a placement, by every partitioner that supports it.
     """
     member = find(name)()
     has_choice = problem.placement is None and member.supports_mixed and not member.chooses_placement

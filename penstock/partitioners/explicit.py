@@ -53,10 +53,10 @@ def cut_places(graph: Graph) -> list[int]:
 def cut_at(graph: Graph, places: list[int]) -> Partition:
     """Returns the partition with a cut before the node of each place."""
     names = [node.name for node in graph.nodes]
-    bounds = [0, *sorted(places), len(names)]
-    if len(set(bounds)) < len(bounds):
+    boundaries = [0, *sorted(places), len(names)]
+    if len(set(boundaries)) < len(boundaries):
         raise PartitionError("every stage must have a node", cuts=sorted(places), nodes=len(names))
-    return Partition(tuple(tuple(names[low:high]) for low, high in pairwise(bounds)))
+    return Partition(tuple(tuple(names[low:high]) for low, high in pairwise(boundaries)))
 
 
 def _check_names(modules: Any) -> None:

@@ -111,9 +111,9 @@ def _free_placement(problem: Problem, number: int) -> Iterator[Score]:
         numbers: dict[int, int] = {}
         ranks = tuple(numbers.setdefault(each, len(numbers)) for each in ranks)
     placed = problem.on(Placement(ranks))
-    bounds = np.append(places[starts], len(atoms))
-    bounds = shift_boundaries(placed.placed, Runs(atoms), CostRates.of(placed), bounds)
-    yield Score(placed, placed.atoms, stages_of(bounds)[group])
+    boundaries = np.append(places[starts], len(atoms))
+    boundaries = shift_boundaries(placed.placed, Runs(atoms), CostRates.of(placed), boundaries)
+    yield Score(placed, placed.atoms, stages_of(boundaries)[group])
 
 
 def block_of(module: str) -> str:

@@ -13,7 +13,7 @@ from penstock.partitioners.atoms import Atoms, sums
 from penstock.partitioners.base import Division, Problem
 
 
-class Key(NamedTuple):
+class ScoreKey(NamedTuple):
     """Bytes over the limits of memory, seconds of the busiest rank, bytes that the cuts cost: smaller is better."""
 
     excess: float
@@ -37,10 +37,10 @@ class Score:
         return self.key < other.key
 
     @cached_property
-    def key(self) -> Key:
+    def key(self) -> ScoreKey:
         """Rounded, so that equal sums compare equal whatever their order."""
         excess = float(np.maximum(self.memory - self.problem.limit_of, 0).sum()) if self.problem.cluster.limits else 0.0
-        return Key(excess, float(f"{self.loads.max():.11g}"), self.cut_bytes)
+        return ScoreKey(excess, float(f"{self.loads.max():.11g}"), self.cut_bytes)
 
     @property
     def num_stages(self) -> int:
@@ -104,6 +104,7 @@ class Score:
         value, first = np.unique(self.sent[0], return_index=True)
         source = self.sent[1][first]
         owner = self.ranks[source]
+        # Once, however many stages read it, and over the link to the next stage, as in CostRates.
         user = self.ranks[np.minimum(source + 1, self.num_stages - 1)]
         rates = self.problem.cluster.link_rates
         sending = rates(owner, user).occupied(values.forward[value])

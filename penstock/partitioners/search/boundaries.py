@@ -1,9 +1,9 @@
 """Cuts into runs for placements with several stages per rank, so that the sums per rank are even.
 
 A run is the consecutive atoms of one stage. Boundaries are the places where runs begin and end, from 0 to the number of
-atoms: run s is from `bounds[s]` to `bounds[s + 1]`. What a run costs its rank are its *charges*: seconds of work,
-seconds of messages if they take time, and bytes if memory is limited. The *totals* of a rank are the sums over its
-runs.
+atoms: run s is from `boundaries[s]` to `boundaries[s + 1]`. The *charges* of a run are what it costs its rank: seconds
+of work, seconds of messages if they take time, and bytes if memory is limited. The *totals* of a rank are the sums over
+its runs.
 
 Boundaries are shifted, one or several at a time, while that relieves the busiest rank: moving all boundaries from one
 to another by about the same weight takes from one stage and gives to a stage far away, while the stages in between
@@ -36,12 +36,12 @@ _BALANCED = 0.001
 """how far, as a share, the busiest rank may be above the mean to need no further search"""
 
 
-def stages_of(bounds: list[int] | Ints) -> Ints:
+def stages_of(boundaries: list[int] | Ints) -> Ints:
     """Returns the stage of every atom from the boundaries of the stages, first and last included."""
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    return np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries))
 
 
-class Key(NamedTuple):
+class BoundaryKey(NamedTuple):
     """Bytes over the limits, load of the busiest rank, sum of squared loads: the smaller the better, in this order."""
 
     excess: float
@@ -104,9 +104,9 @@ class RunTable:
             rows.append(costs.state[starts, ends] + rates.in_flight[stages] * costs.kept[starts, ends])
         return np.stack(rows)
 
-    def totals(self, bounds: Ints) -> Floats:
+    def totals(self, boundaries: Ints) -> Floats:
         """Returns the charges of every rank."""
-        return self.charges(bounds[:-1], bounds[1:], np.arange(len(self.ranks))) @ self.on_rank
+        return self.charges(boundaries[:-1], boundaries[1:], np.arange(len(self.ranks))) @ self.on_rank
 
     def loads(self, totals: Floats) -> Floats:
         """Returns the load of every rank; ranks are along the last axis, charges along the one before."""
@@ -124,45 +124,45 @@ class RunTable:
         loads = self.loads(totals)
         return self.excess(totals).sum(axis=-1), loads.max(axis=-1), (loads**2).sum(axis=-1)
 
-    def key(self, bounds: Ints) -> Key:
+    def key(self, boundaries: Ints) -> BoundaryKey:
         """Returns how good boundaries are."""
-        return Key(*(float(part) for part in self.keys(self.totals(bounds))))
+        return BoundaryKey(*(float(part) for part in self.keys(self.totals(boundaries))))
 
 
 def search_boundaries(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
     """Returns the stage of every atom, and a lower bound of the load for cuts into runs; inf if no cut fits."""
     table = RunTable(runs, rates, np.array(placement.ranks))
-    bounds, bound = _search(placement, table)
-    key = table.key(bounds)
-    bounds = save_bytes(table, bounds, key.busiest * (1 + slack))
-    return stages_of(bounds), np.inf if key.excess > 0 else bound
+    boundaries, bound = _search(placement, table)
+    key = table.key(boundaries)
+    boundaries = save_bytes(table, boundaries, key.busiest * (1 + slack))
+    return stages_of(boundaries), np.inf if key.excess > 0 else bound
 
 
 def shift_equal_shares(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
     """Returns the stages that shifts of equal shares lead to, without a bound: a brief search."""
-    bounds = shift_boundaries(placement, runs, rates, _equal_shares(runs, len(placement)), slack)
-    return stages_of(bounds), 0.0
+    boundaries = shift_boundaries(placement, runs, rates, _equal_shares(runs, len(placement)), slack)
+    return stages_of(boundaries), 0.0
 
 
-def shift_boundaries(placement: Placement, runs: Runs, rates: CostRates, bounds: Ints, slack: float = 0.0) -> Ints:
+def shift_boundaries(placement: Placement, runs: Runs, rates: CostRates, boundaries: Ints, slack: float = 0.0) -> Ints:
     """Returns given boundaries, shifted until no rank can be relieved, and then to where few bytes cross."""
     table = RunTable(runs, rates, np.array(placement.ranks))
-    bounds = balance(table, bounds)
-    return save_bytes(table, bounds, table.key(bounds).busiest * (1 + slack))
+    boundaries = balance(table, boundaries)
+    return save_bytes(table, boundaries, table.key(boundaries).busiest * (1 + slack))
 
 
 def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
     """The boundaries and a lower bound of the load, 0 if none is proven."""
     runs, number = table.runs, len(table.ranks)
-    bounds = balance(table, _equal_shares(runs, number))
+    boundaries = balance(table, _equal_shares(runs, number))
     if len(runs.atoms) <= _FEW_ATOMS:
-        key = table.key(bounds)
+        key = table.key(boundaries)
         search = _BranchAndBound(table, math.inf if key.excess > 0 else key.busiest, _STEPS)
         search.extend([0], 0 * table.totals(np.arange(number + 1)))
-        bounds = np.array(search.bounds) if search.bounds else bounds
+        boundaries = np.array(search.boundaries) if search.boundaries else boundaries
         # If the search has ended within its budget, all boundaries were tried: no load is smaller.
-        if search.budget > 0 and (bound := table.key(bounds).busiest) > 0:
-            return bounds, bound
+        if search.budget > 0 and (bound := table.key(boundaries).busiest) > 0:
+            return boundaries, bound
     # Further boundaries to start from: the most equal stages as early and as late as possible, and random shares.
     most = round_up(least_load(runs.seconds, np.ones(number)))
     early, late = np.array(boundary_ranges(runs.seconds, np.ones(number), most)).T
@@ -170,26 +170,26 @@ def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
     moves = np.random.default_rng(0).uniform(-0.5, 0.5, (restarts, number + 1))
     random_shares = [_equal_shares(runs, number, move) for move in moves]
     for start in (*_without_idle_atoms(placement, table), early, late, *random_shares):
-        loads = table.loads(table.totals(bounds))
-        if table.key(bounds).excess == 0 and loads.max() <= loads.mean() * (1 + _BALANCED):
+        loads = table.loads(table.totals(boundaries))
+        if table.key(boundaries).excess == 0 and loads.max() <= loads.mean() * (1 + _BALANCED):
             break
-        bounds = min(bounds, balance(table, start), key=table.key)
+        boundaries = min(boundaries, balance(table, start), key=table.key)
     if table.rates.has_messages or table.rates.has_limits:
-        return bounds, 0.0
-    return _bisect_limits(placement, table, bounds)
+        return boundaries, 0.0
+    return _bisect_limits(placement, table, boundaries)
 
 
 def _equal_shares(runs: Runs, number: int, moves: Floats | float = 0.0) -> Ints:
     """Boundaries of equal shares, moved by the given numbers of shares."""
     prefix = runs.seconds.prefix
     wanted = prefix[-1] * (np.arange(number + 1) + moves) / number
-    return _spread(np.searchsorted(prefix, wanted), len(runs.atoms))
+    return _without_empty_runs(np.searchsorted(prefix, wanted), len(runs.atoms))
 
 
-def _spread(bounds: Ints, number: int) -> Ints:
+def _without_empty_runs(boundaries: Ints, number: int) -> Ints:
     """The boundaries, moved as little as necessary for every run to have an atom."""
-    steps = np.arange(len(bounds))
-    rising = np.maximum.accumulate(bounds - steps) + steps
+    steps = np.arange(len(boundaries))
+    rising = np.maximum.accumulate(boundaries - steps) + steps
     rising = np.minimum(rising, number - steps[::-1])
     return np.concatenate(([0], np.maximum(rising[1:-1], steps[1:-1]), [number]))
 
@@ -212,40 +212,40 @@ def _without_idle_atoms(placement: Placement, table: RunTable) -> list[Ints]:
     return [places[_search(placement, coarse)[0]]]
 
 
-def balance(table: RunTable, bounds: Ints) -> Ints:
+def balance(table: RunTable, boundaries: Ints) -> Ints:
     """Returns the boundaries after the best shift, repeated until no shift helps."""
-    key = table.key(bounds)
+    key = table.key(boundaries)
     while True:
-        shifted = [found for moved in _moves(table, bounds) if (found := _best_shift(table, bounds, moved))]
+        shifted = [found for moved in _moves(table, boundaries) if (found := _best_shift(table, boundaries, moved))]
         if not shifted:
-            return bounds
+            return boundaries
         best, better = min(shifted, key=lambda found: found[0])
         # By the first part of the key that differs by more than rounding.
         changed = [(now, old) for now, old in zip(best, key, strict=True) if abs(now - old) > 1e-12 * abs(old)]
         if not changed or changed[0][0] > changed[0][1]:
-            return bounds
-        key, bounds = best, better
+            return boundaries
+        key, boundaries = best, better
 
 
-def _moves(table: RunTable, bounds: Ints) -> list[Ints]:
+def _moves(table: RunTable, boundaries: Ints) -> list[Ints]:
     """All boundaries moved one way: by one atom, or by seconds from the surplus of the busiest rank down."""
     number = len(table.runs.atoms)
     prefix = table.runs.seconds.prefix
-    loads = table.loads(table.totals(bounds))
+    loads = table.loads(table.totals(boundaries))
     surplus = float(loads.max() - loads.mean()) / float(table.rates.slowness.max())
-    moves = [bounds + 1, bounds - 1]
+    moves = [boundaries + 1, boundaries - 1]
     for amount in surplus * 0.5 ** np.arange(6):
-        moves.append(np.searchsorted(prefix, prefix[bounds] + amount))
-        moves.append(np.searchsorted(prefix, prefix[bounds] - amount, side="right") - 1)
+        moves.append(np.searchsorted(prefix, prefix[boundaries] + amount))
+        moves.append(np.searchsorted(prefix, prefix[boundaries] - amount, side="right") - 1)
     for moved in moves:
         moved[0], moved[-1] = 0, number
     return list(np.unique(np.clip(moves, 0, number), axis=0))
 
 
-def _best_shift(table: RunTable, bounds: Ints, moved: Ints) -> tuple[Key, Ints] | None:
+def _best_shift(table: RunTable, boundaries: Ints, moved: Ints) -> tuple[BoundaryKey, Ints] | None:
     """The best choice of consecutive boundaries to move, among those that change the busiest rank."""
     stages = np.arange(len(table.ranks))
-    start, end, new_start, new_end = bounds[:-1], bounds[1:], moved[:-1], moved[1:]
+    start, end, new_start, new_end = boundaries[:-1], boundaries[1:], moved[:-1], moved[1:]
     now = table.charges(start, end, stages)
     total = now @ table.on_rank
     low, high = table.chains
@@ -266,42 +266,42 @@ def _best_shift(table: RunTable, bounds: Ints, moved: Ints) -> tuple[Key, Ints] 
     totals = total[:, None] + first[:, low] + last[:, high] + summed[:, high] - summed[:, low + 1]
     excesses, busiest, unevenness = table.keys(np.moveaxis(totals, 0, 1))
     best = int(np.lexsort((unevenness, busiest, excesses))[0])
-    result = bounds.copy()
+    result = boundaries.copy()
     result[low[best] + 1 : high[best] + 1] = moved[low[best] + 1 : high[best] + 1]
-    return Key(float(excesses[best]), float(busiest[best]), float(unevenness[best])), result
+    return BoundaryKey(float(excesses[best]), float(busiest[best]), float(unevenness[best])), result
 
 
-def save_bytes(table: RunTable, bounds: Ints, limit: float) -> Ints:
+def save_bytes(table: RunTable, boundaries: Ints, limit: float) -> Ints:
     """Returns the boundaries moved, one at a time, to where fewer bytes cross, with every rank within the limit."""
     for _ in range(8):
-        before = bounds
-        for at in range(1, len(bounds) - 1):
-            bounds = _cheapest_place(table, bounds, at, max(limit, table.key(bounds).busiest))
-        if (before == bounds).all():
+        before = boundaries
+        for at in range(1, len(boundaries) - 1):
+            boundaries = _cheapest_place(table, boundaries, at, max(limit, table.key(boundaries).busiest))
+        if (before == boundaries).all():
             break
-    return bounds
+    return boundaries
 
 
-def _cheapest_place(table: RunTable, bounds: Ints, at: int, limit: float) -> Ints:
-    """The bounds with one of them moved to where the fewest bytes cross and no rank has a load above the limit."""
-    left, right = int(bounds[at - 1]), int(bounds[at + 1])
+def _cheapest_place(table: RunTable, boundaries: Ints, at: int, limit: float) -> Ints:
+    """The boundaries with one of them moved to where the fewest bytes cross and no rank has a load above the limit."""
+    left, right = int(boundaries[at - 1]), int(boundaries[at + 1])
     places = np.arange(left + 1, right)
-    rest = table.totals(bounds) - sum(
-        np.outer(table.charges(bounds[[s]], bounds[[s + 1]], np.array([s]))[:, 0], table.on_rank[s])
+    rest = table.totals(boundaries) - sum(
+        np.outer(table.charges(boundaries[[s]], boundaries[[s + 1]], np.array([s]))[:, 0], table.on_rank[s])
         for s in (at - 1, at)
     )
     ahead = table.charges(np.full_like(places, left), places, np.full_like(places, at - 1))
     behind = table.charges(places, np.full_like(places, right), np.full_like(places, at))
     totals = rest[:, None] + ahead[:, :, None] * table.on_rank[at - 1] + behind[:, :, None] * table.on_rank[at]
     excess, busiest, _ = table.keys(np.moveaxis(totals, 0, 1))
-    allowed = (busiest <= limit * (1 + 1e-12)) & (excess <= table.key(bounds).excess)
+    allowed = (busiest <= limit * (1 + 1e-12)) & (excess <= table.key(boundaries).excess)
     cost = table.runs.bytes(Box(left, left, left + 1, right - 1))[0]
     cost = cost + table.runs.bytes(Box(left + 1, right - 1, right, right))[:, 0]
     crossing = np.where(allowed, cost, np.inf)
     best = int(crossing.argmin())
-    if crossing[best] >= cost[bounds[at] - left - 1]:
-        return bounds
-    return np.concatenate((bounds[:at], [places[best]], bounds[at + 1 :]))
+    if crossing[best] >= cost[boundaries[at] - left - 1]:
+        return boundaries
+    return np.concatenate((boundaries[:at], [places[best]], boundaries[at + 1 :]))
 
 
 class _BranchAndBound:
@@ -312,13 +312,13 @@ class _BranchAndBound:
         self.best = best * (1 - 1e-9)
         self.budget = budget
         """remaining steps; above 0 in the end if everything was tried"""
-        self.bounds: list[int] = []
+        self.boundaries: list[int] = []
         """the best boundaries found; empty: none better than given"""
         self.seen: set[tuple[int, int, bytes]] = set()
 
-    def extend(self, bounds: list[int], totals: Floats) -> None:
+    def extend(self, boundaries: list[int], totals: Floats) -> None:
         """Tries all boundaries that begin with the given ones, whose charges per rank are `totals`."""
-        table, stage, start = self.table, len(bounds) - 1, bounds[-1]
+        table, stage, start = self.table, len(boundaries) - 1, boundaries[-1]
         last = len(table.runs.atoms) - (len(table.ranks) - 1 - stage)
         state = (stage, start, np.round(totals, 9).tobytes())
         # The ranks of the remaining stages must have room for the remaining work, even if it were divisible at will.
@@ -342,23 +342,23 @@ class _BranchAndBound:
             after[:, rank] = with_run[:, at]
             if (table.loads(after) >= self.best).any():
                 continue
-            if len(bounds) == len(table.ranks):
-                self.best, self.bounds = float(table.loads(after).max()) * (1 - 1e-9), [*bounds, int(ends[at])]
+            if len(boundaries) == len(table.ranks):
+                self.best, self.boundaries = float(table.loads(after).max()) * (1 - 1e-9), [*boundaries, int(ends[at])]
             else:
-                self.extend([*bounds, int(ends[at])], after)
+                self.extend([*boundaries, int(ends[at])], after)
 
 
-def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple[Ints, float]:
+def _bisect_limits(placement: Placement, table: RunTable, boundaries: Ints) -> tuple[Ints, float]:
     """Better boundaries as long as there may be some, and the largest load that no cut can keep."""
     prefix, number = table.runs.seconds.prefix, len(table.runs.atoms)
     slowness = table.rates.slowness[: placement.num_ranks]
     low = float(prefix[-1] / (1 / slowness).sum())
     within = limit_test(placement, prefix, slowness)
     if within is None:
-        return bounds, low
+        return boundaries, low
     # No cut has a load below `low`; the best boundaries have `high`. `granted` is the least limit that the test grants:
     # it may be below `high`, because the runs of the test may be empty, and items that they share cost nothing.
-    high = granted = table.key(bounds).busiest
+    high = granted = table.key(boundaries).busiest
     for _ in range(_TRIALS):
         if granted <= low * (1 + 1e-9):
             break
@@ -369,11 +369,11 @@ def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple
         if places is None:
             low = granted if is_last else limit
             continue
-        better = balance(table, _spread(np.array(places), number))
+        better = balance(table, _without_empty_runs(np.array(places), number))
         if (reached := table.key(better).busiest) < high:
-            bounds, high, granted = better, reached, reached
+            boundaries, high, granted = better, reached, reached
         elif is_last:
             break
         else:
             granted = limit
-    return bounds, low
+    return boundaries, low

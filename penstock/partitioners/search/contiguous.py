@@ -112,8 +112,8 @@ def _bisect_load(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
     chosen = [0]
     for parent in reversed(parents):
         chosen.append(int(parent[chosen[-1]]))
-    bounds = [low + offset for (low, _), offset in zip(ranges, reversed(chosen), strict=True)]
-    return ContiguousCut(stages_of(bounds), least)
+    boundaries = [low + offset for (low, _), offset in zip(ranges, reversed(chosen), strict=True)]
+    return ContiguousCut(stages_of(boundaries), least)
 
 
 def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> ContiguousCut:
