@@ -78,7 +78,7 @@ class RecordedStep:
         orders: list[list[Any]] = [[] for _ in ranks]
         count = 1 + max(each.microbatch for each in self.passes)
         try:
-            for each in sorted(self.passes, key=lambda one: one.start):
+            for each in sorted(self.passes, key=lambda recorded: recorded.start):
                 orders[ranks.index(each.rank)].append(PASS_ACTIONS[each.kind](each.stage, each.microbatch))
             made = Schedule.of(Placement(tuple(ranks.index(rank_of[s]) for s in stages)), count, orders)
             _program(made)
@@ -168,19 +168,19 @@ class RecordedTraining:
     def __post_init__(self) -> None:
         if not self.steps:
             raise FormatError("no passes of a pipeline were found", source=self.source, hint=_HINT)
-        for each in self.steps:
-            for one in each.passes:
-                if not (0 <= one.seconds <= _MAX_SECONDS and abs(one.start) <= _MAX_SECONDS):
+        for step in self.steps:
+            for recorded in step.passes:
+                if not (0 <= recorded.seconds <= _MAX_SECONDS and abs(recorded.start) <= _MAX_SECONDS):
                     raise FormatError(
                         "start and seconds of a pass must be finite, and seconds 0 or more",
-                        step=each.step,
-                        range=f"{one.stage}{one.kind}{one.microbatch}",
-                        start=one.start,
-                        seconds=one.seconds,
+                        step=step.step,
+                        range=f"{recorded.stage}{recorded.kind}{recorded.microbatch}",
+                        start=recorded.start,
+                        seconds=recorded.seconds,
                     )
-            if not any(one.seconds for one in each.passes):
-                raise FormatError("the passes of a step take no time", source=self.source, step=each.step)
-        shapes = {(each.schedule.num_stages, each.schedule.num_microbatches) for each in self.steps}
+            if not any(recorded.seconds for recorded in step.passes):
+                raise FormatError("the passes of a step must take time", source=self.source, step=step.step)
+        shapes = {(step.schedule.num_stages, step.schedule.num_microbatches) for step in self.steps}
         if len(shapes) > 1:
             hint = "a recording of steps of one size"
             raise FormatError(
@@ -253,19 +253,19 @@ class RecordedTraining:
     def mean_costs(self, steps: Iterable[RecordedStep] | None = None) -> StageCosts:
         """The mean seconds of every stage, over microbatches and pipelines; one number per stage."""
         sums: dict[tuple[str, int, int], list[float]] = {}
-        for each in self.steps if steps is None else steps:
-            for one in each.passes:
+        for step in self.steps if steps is None else steps:
+            for recorded in step.passes:
                 # As of a single microbatch: `mean` then turns the entry of each stage into one number.
-                sums.setdefault((one.kind, one.stage, 0), []).append(one.seconds)
+                sums.setdefault((recorded.kind, recorded.stage, 0), []).append(recorded.seconds)
         return costs_of({key: fmean(values) for key, values in sums.items()}).mean()
 
     @cached_property
     def equal_costs(self) -> StageCosts:
         """The costs if every pass of a kind took the mean seconds of its kind, over all stages."""
         sums: dict[str, list[float]] = {}
-        for each in self.steps:
-            for one in each.passes:
-                sums.setdefault(one.kind, []).append(one.seconds)
+        for step in self.steps:
+            for recorded in step.passes:
+                sums.setdefault(recorded.kind, []).append(recorded.seconds)
         means = {kind: fmean(values) for kind, values in sums.items()}
         return costs_of({(kind, s, 0): mean for kind, mean in means.items() for s in range(self.num_stages)}).mean()
 

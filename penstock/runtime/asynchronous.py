@@ -424,10 +424,10 @@ class AsyncEngine(Engine):
         chunk, is_new = self._chunk(stream, sum(self._counts), step.recordings)
         num_backwards_left = dict.fromkeys(self._model_part.stages, len(step.microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(step_number), num_backwards_left)
-        batch_checksum, leaves = (
+        batch_checksum, batch_leaves = (
             (0, {}) if groups.is_local else self._comparison.checksum(batch, SyncRequest("step", step_number))
         )
-        return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
+        return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=batch_leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:
         """The stream for these cuts. A new one is proven free of deadlock up to the point where its chunks repeat."""

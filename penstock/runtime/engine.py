@@ -394,7 +394,7 @@ class Engine:
             batch = self._target_as_argument(batch)
             self._split_batch(batch, step)
             compiled = self._compiled(step)
-            batch_checksum, leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
+            batch_checksum, batch_leaves = (0, {}) if groups.is_local else self._comparison.checksum(batch, request)
         size, has_loss = self._size_and_loss(step, compiled)
         # Of this pipeline alone; with replicas the mean over all pipelines replaces it below.
         step.mean_size = size
@@ -402,7 +402,7 @@ class Engine:
         own_sums = (size, has_loss) if groups.rank == 0 else (0.0, 0.0)
         trained = 0.0 if groups.peers is None else self._trained_checksum(step)
         sums = (*own_sums, self._tied_balance(step) if self._has_tied else 0.0, trained)
-        vote = SyncVote(compiled.agreement, batch_checksum, sums, batch=leaves)
+        vote = SyncVote(compiled.agreement, batch_checksum, sums, batch=batch_leaves)
         if groups.peers is not None:
             # Replicas exchange collectives before the first message, so they wait now.
             result = self._sync.exchange(request, vote)

@@ -235,12 +235,12 @@ class RankSync:
             self._groups.monitor.syncing(request.name, request.step)
         data = self._ranks.finish()
         problem = None if _keys_are_equal(data) else _problem(self._ranks, _unpack_votes(data), vote, "rank")
-        sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), VOTE_BYTES)])
+        sums, maxes = _combined([_reductions(data, start) for start in range(0, len(data), VOTE_BYTES)])
         pipeline_sums, by_pipeline = sums, ()
         if self._pipelines is not None:
             pipeline_vote = packed._replace(sums=sums, maxes=maxes)
             votes, problem = self._finish_pipelines(self._pipelines, pipeline_vote, vote, problem)
-            sums, maxes = _reduced(votes)
+            sums, maxes = _combined(votes)
             by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
             raise problem
@@ -334,7 +334,7 @@ def _reductions(data: bytes, start: int) -> _Reductions:
     return reduced[:MAX_REDUCED], reduced[MAX_REDUCED:]
 
 
-def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
+def _combined(votes: Sequence[_Reductions]) -> _Reductions:
     """Sums and maxima over several votes, in their order."""
     sums = tuple(map(sum, zip(*[sums for sums, _ in votes], strict=True)))
     columns = zip(*[maxes for _, maxes in votes], strict=True)

@@ -10,8 +10,8 @@ from penstock.ir import Cluster, Cuts, MessageCost, Placement, StageCosts
 from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import lower_bound
 from penstock.planner.synthesis.exact import prove
-from penstock.planner.synthesis.orders import table_orders
 from penstock.planner.synthesis.problem import rank_orders
+from penstock.planner.synthesis.synthesise import table_orders
 from tests.selection import covered
 
 MOST_PASSES = 36

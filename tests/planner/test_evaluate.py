@@ -9,8 +9,8 @@ from penstock.ir import Cluster, Cuts, MessageCost, Placement, StageCosts
 from penstock.passes import lower
 from penstock.planner import ScheduleProblem
 from penstock.planner.synthesis.evaluate import critical_chain, evaluate
-from penstock.planner.synthesis.orders import low_memory_orders, table_orders
 from penstock.planner.synthesis.problem import rank_orders, to_schedule
+from penstock.planner.synthesis.synthesise import low_memory_orders, table_orders
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 

@@ -8,7 +8,7 @@ from penstock.ir import Cluster, Cuts, MessageCost, Placement, StageCosts, State
 from penstock.passes import lower, verify
 from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import Synthesis, local_search
-from penstock.planner.synthesis.orders import low_memory_orders
+from penstock.planner.synthesis.synthesise import low_memory_orders
 from penstock.schedules import build
 from penstock.simulate import simulate
 

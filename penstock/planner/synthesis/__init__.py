@@ -8,9 +8,9 @@ greedy.py          many priority rules at once, each giving an order
 evolve.py          improves the rules
 local_search.py    improves single orders
 exact.py           the optimum of small problems, by the solver CP-SAT
-orders.py          `synthesise`, which combines them
+synthesise.py      `synthesise`, which combines them
 """
 
 from penstock.planner.synthesis.bounds import Bound, lower_bound
-from penstock.planner.synthesis.orders import Synthesis, is_too_large, synthesise
 from penstock.planner.synthesis.problem import ScheduleProblem
+from penstock.planner.synthesis.synthesise import Synthesis, is_too_large, synthesise

@@ -109,7 +109,8 @@ def synthesise(
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
     choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
     if named and is_large:
-        # A single run, whose steady state is good for any number of microbatches, in place of a search.
+        # In place of a search at most one run, whose steady state is good for any number of microbatches; none if the
+        # effort is not enough for it.
         choices = choices[: goal.num_runs(1.0, problem.num_passes, (0, 1))]
     for unsplit in choices:
         if found and goal.is_met(min(map(_sort_key, found))[0]):
