@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +166,10 @@ class Recorder(TorchFunctionMode):
         self.failure: tuple[BaseException | None, str] = (None, "")
         """an exception and the innermost module that raised it"""
         self.table = TensorTable(model)
-        self.writer = ArgumentWriter(self._reference)
+        # Weak: a cycle would keep the recorder, and with it the autograd graph of its forward, until Python collects
+        # garbage. Then the activations of two forwards would be in memory at once.
+        reference = WeakMethod(self._reference)
+        self.writer = ArgumentWriter(lambda tensor: reference()(tensor))
         self.context_tracker = ContextTracker()
         self.functions = functions
         self.enclosing: dict[int, Callable[..., Any]] = {}

@@ -1,8 +1,10 @@
 """Recording leaves the model, its generators, gradients, buffers and Python attributes as they were."""
 
+import gc
 import math
 import random
 import sys
+import weakref
 from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +206,44 @@ def test_a_batch_of_one_that_decides_otherwise_when_turned_is_checked_as_it_is()
     captured = penstock.capture(First().eval(), (torch.tensor([[1.0, -1.0, -1.0, -1.0]]),))
     (other,), _ = captured.other_batch()
     assert torch.equal(other, captured.example[0][0])
+
+
+class Saving(torch.autograd.Function):
+    """Has an object that lives as long as the autograd graph."""
+
+    graphs: list[weakref.ref] = []  # noqa: RUF012
+    num_alive: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx, x):
+        Saving.num_alive.append(sum(graph() is not None for graph in Saving.graphs))
+        ctx.graph = nn.Module()
+        Saving.graphs.append(weakref.ref(ctx.graph))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class SavingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Saving.apply(x * self.scale)
+
+
+def test_the_activations_of_the_first_forward_are_freed_before_the_second() -> None:
+    Saving.graphs, Saving.num_alive = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        capture(nn.Sequential(SavingBlock(), nn.Linear(4, 4)), (torch.randn(2, 4),))
+    finally:
+        gc.enable()
+    assert Saving.num_alive == [0, 0]
 
 
 def test_the_compiler_is_on_again_after_contexts_that_overlap() -> None:
