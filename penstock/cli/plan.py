@@ -328,14 +328,14 @@ def plan(
         dist.init_process_group("gloo")
         try:
             best = penstock.plan_together(
-                lambda running: make_plan(target, options, example, running=running, by_module=emit, state=state)
+                lambda running: make_plan(target, options, example, running=running, tool=emit, state=state)
             )
             if dist.get_rank() != 0:
                 return
         finally:
             dist.destroy_process_group()
     else:
-        best = make_plan(target, options, example, machine=machine, by_module=emit, state=state)
+        best = make_plan(target, options, example, machine=machine, tool=emit, state=state)
     if emit:
         _emit(best, emit, out, as_json)
     else:
@@ -358,7 +358,7 @@ def make_plan(
     *,
     machine: Machine = Machine(),
     running: "Cluster | None" = None,
-    by_module: str | None = None,
+    tool: str | None = None,
     replicas: int = 1,
     device: Any = None,
     state: StateFlags = StateFlags(),
@@ -366,9 +366,9 @@ def make_plan(
 ) -> "Plan":
     """Build the model and search for its best plan.
 
-    With `running`, the ranks are those of a running process group, which take the place of the machine. With
-    `by_module`, the stages are whole modules, as that tool needs it. With `replicas`, each of them has its share of the
-    samples of the batch. With `device`, the model is measured there. With `loss`, the batch is that of the loss.
+    With `running`, the ranks are those of a running process group, in place of the machine. With `tool`, the stages
+    are whole modules, as the configuration of that tool needs it. With `replicas`, each of them has its share of
+    the samples of the batch. With `device`, the model is measured there. With `loss`, the batch is that of the loss.
     """
     import penstock
     from penstock.api.example_batch import ExampleBatch
@@ -381,16 +381,16 @@ def make_plan(
             hint = "--devices 64 with an hf: model; other models have the samples of their own batch"
             raise PlanError("--global-batch must be given with --devices and an hf: model", hint=hint)
         example = replace(example, batch=machine.global_batch)
-    if by_module and options.vocabulary_shards is not None:
+    if tool and options.vocabulary_shards is not None:
         hint = "leave out --vocabulary-shards, or train with penstock"
-        raise PlanError(f"{by_module} cannot split the output layer over stages", hint=hint)
+        raise PlanError(f"{tool} cannot split the output layer over stages", hint=hint)
     if state.shard_optimizer and machine.devices is None and replicas == 1:
         hint = "--devices 64, the number of all devices"
         raise PlanError("--shard-optimizer must be given with --devices", hint=hint)
     arguments = options.arguments | {"optimizer": state.optimizer, "precision": state.precision}
     arguments["shard_optimizer"] = state.shard_optimizer
     if running is None:
-        arguments |= machine.arguments(options, replicas, emits=bool(by_module))
+        arguments |= machine.arguments(options, replicas, emits=bool(tool))
     else:
         if options.ranks not in (PlanFlags.ranks, running.ranks):
             hint = f"--ranks {running.ranks}, or leave it out"
@@ -429,10 +429,10 @@ def make_plan(
                 sizes = {"samples": samples, "microbatches": microbatches}
                 raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
         search = partial(penstock.plan, model, args, kwargs, **arguments)
-        if not by_module:
+        if not tool:
             return search()
         has_choice = options.schedule == "auto" and options.stages_per_rank is None
-        return _plan_by_module(search, by_module in TIES_WEIGHTS, has_choice)
+        return _plan_by_module(search, tool in TIES_WEIGHTS, has_choice)
 
 
 def is_torchrun_rank() -> bool:

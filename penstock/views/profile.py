@@ -11,7 +11,7 @@ from itertools import groupby
 
 from penstock.errors import ViewError
 from penstock.ir import PASS_KINDS, NodeCost, counted, percent_text, seconds_text
-from penstock.ir import Profile as Costs
+from penstock.ir import Profile as ProfileRecord
 from penstock.views.base import short_name
 from penstock.views.condense import DOTS, check_collapse
 from penstock.views.table import TableView, TextTable
@@ -26,18 +26,18 @@ _UNITS = ("", "ms", "ms", "ms", "ms", "", "MB", "MB", "MB", "MB", "MB", "MB")
 
 
 @dataclass(frozen=True)
-class Profile(TableView[Costs]):
+class Profile(TableView[ProfileRecord]):
     """A Markdown table under two lines about the whole; the last line is the sum, and the maximum of the peaks."""
 
     collapse: int = 4
     """number of nodes in a row with equal costs from which they are one line; 0 lists every node"""
     name = "profile"
-    record = Costs
+    record = ProfileRecord
 
     def __post_init__(self) -> None:
         check_collapse(self.collapse)
 
-    def content(self, profile: Costs) -> tuple[Sequence[str], Iterable[TextTable]]:
+    def content(self, profile: ProfileRecord) -> tuple[Sequence[str], Iterable[TextTable]]:
         """Two lines, and a table with a row per node, or per run of nodes with equal costs, and one for all."""
         heading = _heading(profile)
         lines: list[tuple[str, NodeCost]] = []
@@ -60,8 +60,8 @@ class Profile(TableView[Costs]):
         return heading, [TextTable(header, tuple(rows))]
 
 
-def _heading(profile: Costs) -> list[str]:
-    if not isinstance(profile, Costs):
+def _heading(profile: ProfileRecord) -> list[str]:
+    if not isinstance(profile, ProfileRecord):
         raise ViewError(
             "this view must be given a profile", got=type(profile).__name__, hint="penstock.measure(captured)"
         )

@@ -114,7 +114,7 @@ def test_plans_that_another_tool_cannot_run_are_refused(function: str, call) -> 
 def test_torchtitan_gets_no_modules_inside_others(call) -> None:
     sizes = ("--batch", "4", "--sequence", "7")
     result = call("plan", "hf:tiny", *QUICK, *sizes, "--schedule", "1f1b", "--emit", "torchtitan")
-    assert "at its own children only (module: model.embed_tokens)" in result.stderr
+    assert "between its own children only (module: model.embed_tokens)" in result.stderr
     assert "try: --emit automodel" in result.stderr
     assert result.exit_code == 3
 
