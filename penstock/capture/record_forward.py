@@ -296,6 +296,9 @@ def _run_model(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
             error=one_line(error),
             hint="call the model itself with this batch, and correct types and shapes of its arguments",
         ) from error
+    finally:
+        # The traceback of the error refers to the recorder, and this is a cycle, as with `Recorder.writer`.
+        recorder.failure = (None, "")
 
 
 def _without_unread_updates(steps: Iterable[Call | Guard], outputs: Tree) -> tuple[Call | Guard, ...]:

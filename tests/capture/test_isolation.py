@@ -235,15 +235,32 @@ class SavingBlock(nn.Module):
         return Saving.apply(x * self.scale)
 
 
-def test_the_activations_of_the_first_forward_are_freed_before_the_second() -> None:
+class Bypassing(nn.Module):
+    """Calls the modules inside a block, which is found in the first forward: the block is opened, and two more run."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([SavingBlock(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        for layer in self.blocks[1]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "num_forwards"), [(nn.Sequential(SavingBlock(), nn.Linear(4, 4)), 2), (Bypassing(), 3)]
+)
+def test_the_activations_of_a_forward_are_freed_before_the_next(model: nn.Module, num_forwards: int) -> None:
     Saving.graphs, Saving.num_alive = [], []
     gc.collect()
     gc.disable()
     try:
-        capture(nn.Sequential(SavingBlock(), nn.Linear(4, 4)), (torch.randn(2, 4),))
+        capture(model, (torch.randn(2, 4),))
     finally:
         gc.enable()
-    assert Saving.num_alive == [0, 0]
+    assert Saving.num_alive == [0] * num_forwards
 
 
 def test_the_compiler_is_on_again_after_contexts_that_overlap() -> None:
