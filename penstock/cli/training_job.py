@@ -254,7 +254,7 @@ def run_rank(job: Job, plan: "Plan") -> str:
                 optimizer,
                 checkpoints,
                 extra={PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(flags) | asdict(options)},
-                on_resume=lambda loaded: _changes(flags, options, optimizer, loaded),
+                on_resume=lambda loaded: _apply_changes(flags, options, optimizer, loaded),
             )
         if job.out is not None:
             options = replace(options, log=[*(options.log or ()), f"jsonl:{job.out / STEPS}"])
@@ -302,8 +302,8 @@ def _inject_faults(job: Job) -> None:
         FaultInjector(faults_here, TEMPORARY).start()
 
 
-def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
-    """The options that changed since the checkpoint was saved, as text. A new learning rate takes effect."""
+def _apply_changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
+    """Set a learning rate that changed since the checkpoint was saved; returns all changed options as text."""
     saved = loaded.extra.get(TRAIN_OPTIONS) if isinstance(loaded.extra, dict) else None
     before: dict[str, Any] = saved if isinstance(saved, dict) else {}
     now = asdict(flags) | asdict(options)

@@ -19,6 +19,7 @@ from penstock.launch.process_state import GONE, parent_of, process_state, start_
 PARENT_VARIABLE = "PENSTOCK_PARENT"
 """environment variable: 1 watches the parent process, such as a shell script; 0 watches nothing"""
 EXIT_CODE = 5
+"""that of a command whose run failed (`penstock/cli/output.py`)"""
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0

@@ -278,7 +278,7 @@ class DeviceSearch:
             best = self._compared_plan(layout, counts[0], is_certified=False)
             if best is None:
                 return replace(layout, lost="the schedule does not support that many stages")
-            plans = [best.plan, *(_with_microbatches(best, number) for number in counts[1:])]
+            plans = [best.plan, *(_plan_for(best, number) for number in counts[1:])]
         except PenstockError as error:
             return replace(layout, lost=error.problem)
         plan = plans[-1]
@@ -288,7 +288,7 @@ class DeviceSearch:
             if abs(second - first) <= _EXACT * step and plans[1].predicted.peaks == plan.predicted.peaks:
                 step += (count - counts[-1]) / period * float(second)
             else:
-                plan = _with_microbatches(best, count)
+                plan = _plan_for(best, count)
                 step = plan.predicted.makespan
         # Work of all ranks is proportional to the microbatches.
         busy = (1 - plan.predicted.bubble) * plan.predicted.makespan * count / plan.num_microbatches
@@ -433,7 +433,7 @@ def _fit_and_seconds(found: LayoutPlan) -> tuple[bool, float]:
     return excess_bytes(found.plan) > 0, found.plan.predicted.makespan
 
 
-def _with_microbatches(found: LayoutPlan, count: int) -> Plan:
+def _plan_for(found: LayoutPlan, count: int) -> Plan:
     """The plan with the same cuts, recomputation and schedule for another number of microbatches."""
     layout, name = replace(found.layout, num_microbatches=count), found.plan.choices.schedule
     orders = build_on(layout.placement, name, count, layout.costs)
