@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,14 @@ def check_optimizer(optimizer: object, names: Mapping[int, str], remote: Contain
         )
 
 
+class _SavedState(NamedTuple):
+    """The saved state of one parameter, and the options of its group; `find` reads the tensors of both."""
+
+    state: dict[str, Any]
+    options: Any
+    find: FindTensor
+
+
 class SavedOptimizer:
     """The optimizer state of all stages of a checkpoint."""
 
@@ -95,8 +103,8 @@ class SavedOptimizer:
         self.kind = ""
         self._groups: list[tuple[Any, FindTensor]] = []
         self._others: list[tuple[Any, FindTensor]] = []
-        self._states: dict[str, tuple[dict[str, Any], Any, FindTensor]] = {}
-        """per parameter: its state, the options of its group, and the function that reads tensors"""
+        self._states: dict[str, _SavedState] = {}
+        """by the name of the parameter"""
         for document, find in parts:
             self.kind, groups = document["optimizer"], document["groups"]
             self._groups = self._groups or [(group, find) for group in groups]
@@ -105,7 +113,7 @@ class SavedOptimizer:
                 state, group = saved["state"], groups[saved["group"]]
                 if not (isinstance(state, dict) and isinstance(group, dict)):
                     raise DamagedError("the optimizer state of a parameter cannot be read", name=name)
-                self._states[name] = (state, group, find)
+                self._states[name] = _SavedState(state, group, find)
 
     def restorer(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], rows: Mapping[int, RowSlice]
@@ -162,8 +170,8 @@ class SavedOptimizer:
 
     def _group_options(self, index: int, group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
         """The options of a group, from the groups in which its parameters were saved."""
-        saved = [self._states[names[id(each)]][1:] for each in group["params"] if id(each) in names]
-        if any(options != saved[0][0] for options, _ in saved):
+        saved = [self._states[names[id(each)]] for each in group["params"] if id(each) in names]
+        if any(each.options != saved[0].options for each in saved):
             raise CheckpointError(
                 "parameters of one group were saved in groups with different options",
                 group=index,
@@ -171,7 +179,7 @@ class SavedOptimizer:
             )
         # A group without parameters on this rank still has a learning rate, which a scheduler reads.
         if saved:
-            options, find = saved[0]
+            _, options, find = saved[0]
         elif index < len(self._groups):
             options, find = self._groups[index]
         else:

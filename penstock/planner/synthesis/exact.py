@@ -93,7 +93,8 @@ class _Model:
 
     def __init__(self, model: Any, table: PassTable) -> None:
         self.model, self.table = model, table
-        durations = [*table.seconds.tolist(), *(part for need in table.needs for part in need[3:])]
+        of_needs = (duration for need in table.needs for duration in (need.occupied, need.latency))
+        durations = [*table.seconds.tolist(), *of_needs]
         is_whole = all(float(duration).is_integer() for duration in durations)
         self.tick = float(gcd(*map(int, durations)) or 1) if is_whole else max(durations) / _TICKS
         """the seconds of a tick"""

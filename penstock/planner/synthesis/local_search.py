@@ -114,12 +114,12 @@ def make_legal(problem: ScheduleProblem, rank: int, order: RankOrder) -> RankOrd
 
 
 def _may_run(pass_id: int, done: dict[int, int], held: float, room: float) -> bool:
-    kind, stage = pass_id & 3, pass_id & ~3
+    kind, others = pass_id & 3, pass_id & ~3  # `others | kind`: the pass ids of the same stage
     if kind == F:
         return held <= room
     if kind == W:
-        return done[pass_id] < done[stage | I]
-    return done[stage | B] + done[stage | I] < done[stage] and held <= room
+        return done[pass_id] < done[others | I]
+    return done[others | B] + done[others | I] < done[others | F] and held <= room
 
 
 def join_backwards(problem: ScheduleProblem, orders: RankOrders, goal: Goal) -> RankOrders:

@@ -98,7 +98,7 @@ class PassTable:
         return replace(
             self,
             allocated=-self.allocated,
-            needs=tuple(PassNeed(need.needed, need.row, *need[2:]) for need in self.needs),
+            needs=tuple(need._replace(row=need.needed, needed=need.row) for need in self.needs),
             before=self.after,
             after=self.before,
             is_mirrored=not self.is_mirrored,
