@@ -9,7 +9,7 @@ another length.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,7 +258,9 @@ def run_with_draws(
 
     def keep_saved_tensors() -> AbstractContextManager[Any]:
         # Hooks that keep tensors as they are override those of a checkpoint around the call. The checkpoint would run
-        # the call again in backward, where nothing seeds it.
+        # the call again in backward, where nothing seeds it. No hooks elsewhere: torch.func.grad refuses all hooks.
+        if not recorder.context_tracker.in_checkpoint():
+            return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
     recorder = Recorder(model, recording.granularity, seed, seed.step_seed, recording.functions, keep_saved_tensors)

@@ -40,7 +40,7 @@ class MeasuredModel:
         recording = captured.example_recording
         calls = tuple(step for step in recording.record.steps if isinstance(step, Call))
         self._recording = replace(recording, record=replace(recording.record, steps=calls))
-        self._replays: dict[str, Callable[[Values], Values]] = {}
+        self._replays: dict[str, Replay] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -70,16 +70,17 @@ class MeasuredModel:
         if node not in self._replays:
             nodes = [node, *self._makers_of_weight_views(values)]
             wanted = tuple(value.name for value in self.graph[node].makes if value.name in self._read)
-            replay = Replay(self._recording, nodes, self.model, wanted)
-            # With the recorded random numbers, on which control flow may depend.
-            self._replays[node] = partial(replay.run, seed=self._recording.seed)
+            self._replays[node] = Replay(self._recording, nodes, self.model, wanted)
         # Nodes that depend on the inputs only may read their content; all others run on the meta device.
         if self.is_meta and not self.graph[node].from_inputs:
             values = {
                 name: value.to("meta") if isinstance(value, Tensor) and not value.is_meta else value
                 for name, value in values.items()
             }
-        return self._prepare(self._replays[node], values, splits_backward)
+        replay = self._replays[node]
+        # With the recorded random numbers, on which control flow may depend.
+        forward = partial(replay.run, seed=self._recording.seed)
+        return self._prepare(forward, values, splits_backward, can_defer=not replay.takes_gradients)
 
     def prepare_empty_run(self, values: Mapping[str, Any], splits_backward: bool) -> Callable[[], "NodeRun"]:
         """A forward of no node: its time is the overhead of a run."""
@@ -88,7 +89,11 @@ class MeasuredModel:
         )
 
     def _prepare(
-        self, forward: Callable[[Values], Values], values: Mapping[str, Any], splits_backward: bool
+        self,
+        forward: Callable[[Values], Values],
+        values: Mapping[str, Any],
+        splits_backward: bool,
+        can_defer: bool = True,
     ) -> Callable[[], "NodeRun"]:
         # Each value is the start of a graph, unless it is in one.
         inputs = {
@@ -97,7 +102,7 @@ class MeasuredModel:
             else value
             for name, value in values.items()
         }
-        return lambda: NodeRun(forward, inputs, self._added_losses, splits_backward)
+        return lambda: NodeRun(forward, inputs, self._added_losses, splits_backward, can_defer)
 
     @cached_property
     def _read(self) -> set[str]:
@@ -155,9 +160,14 @@ class NodeRun(ForwardRun):
     """One forward of a node, kept until its backward, which starts from its outputs and the losses that it adds."""
 
     def __init__(
-        self, forward: Callable[[Values], Values], values: Values, added_losses: CollectLosses, splits_backward: bool
+        self,
+        forward: Callable[[Values], Values],
+        values: Values,
+        added_losses: CollectLosses,
+        splits_backward: bool,
+        can_defer: bool,
     ) -> None:
-        """Run `forward` on the values, which are not kept."""
+        """Run `forward` on the values, which are not kept. For the flags see `ForwardRun`."""
         given = [values]
         with added_losses() as added:
             super().__init__(
@@ -165,6 +175,7 @@ class NodeRun(ForwardRun):
                 _UNREAD if splits_backward else {},
                 lambda queue: DeferredAccumulator().run(queue),
                 splits_backward=splits_backward,
+                can_defer=can_defer,
             )
         self._added: dict[str, Tensor] = {}
         if added:

@@ -112,6 +112,17 @@ def test_a_block_that_a_checkpoint_runs_again_draws_the_same_numbers(use_reentra
     assert "draws random numbers" in str(report)
 
 
+class Differentiating(nn.Module):
+    def forward(self, x):
+        return torch.func.grad(lambda y: y.sin().sum())(x)
+
+
+def test_a_block_with_dropout_that_takes_gradients_in_its_forward_is_compared():
+    report = checked(chain(lambda: nn.Dropout(0.5), Differentiating))
+    assert report.ok
+    assert "draws random numbers" in str(report)
+
+
 def test_dropout_is_compared_block_by_block():
     report = checked(chain(lambda: nn.Dropout(0.5)))
     assert report.ok

@@ -117,6 +117,20 @@ def test_measured_memory_is_the_estimated_one():
     assert timed.held == estimated.held
 
 
+class Differentiating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) + torch.func.grad(lambda y: y.sin().sum())(x)
+
+
+def test_a_block_that_takes_gradients_in_its_forward_is_measured():
+    cost = quick(chain(Block(), Differentiating()))["1"]
+    assert min(cost.forward, cost.backward, cost.input_grad) > 0.0
+
+
 def test_a_model_without_parameters_has_no_backward():
     assert quick(chain(nn.ReLU(), nn.Tanh()))["1"].backward == 0.0
 
