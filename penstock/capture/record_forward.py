@@ -8,8 +8,8 @@ A single forward suffices if an earlier recording made the same calls with other
 another length.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,8 @@ from penstock.launch import one_line
 
 _SEEDS = (1, 2)
 """of the global generators in the first and the second forward: code that draws from them unseen makes these differ"""
+_NO_HOOKS = "support saved tensor hooks"
+"""part of the error of torch.func.grad and others if such hooks are active"""
 
 
 def make_recording(
@@ -85,7 +87,7 @@ def make_recording(
     return recording, frozenset(name for name in {**before, **after} if before.get(name) != after.get(name))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Forward:
     """The forward of a model on a batch, with the random numbers of a seed."""
 
@@ -93,6 +95,8 @@ class _Forward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     seed: DrawSeed
+    frees_saved_tensors: bool = True
+    """whether activations are freed after each call; False once a call has turned out not to run then"""
 
     def record(self, global_seed: int, granularity: Granularity, functions: WholeFunctions) -> RecordedForward:
         """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
@@ -137,8 +141,10 @@ class _Forward:
                         **({"made_in": leak.maker} if leak.maker else {}),
                         hint="keep the module that contains both as one block (basic_blocks)",
                     ) from None
-            except CaptureError:
-                if functions.reading:
+            except CaptureError as error:
+                if self.frees_saved_tensors and _NO_HOOKS in str(error.values.get("error")):
+                    self.frees_saved_tensors = False
+                elif functions.reading:
                     # The cause may be a function recorded as one call: open the last one and retry.
                     functions.open(functions.reading[-1])
                 elif skip_hooks and has_user_hooks(blocks.values()):
@@ -158,7 +164,8 @@ class _Forward:
         model = self.model
         register_containers((self.args, self.kwargs))
         seed_generators(global_seed)
-        recorder = Recorder(model, granularity, self.seed, global_seed, functions)
+        around_calls = _saved_tensors_freed if self.frees_saved_tensors else nullcontext
+        recorder = Recorder(model, granularity, self.seed, global_seed, functions, around_calls)
         # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another
         # batch they may differ.
         args, kwargs = map_leaves(self.args, copy_leaf), map_leaves(self.kwargs, copy_leaf)
@@ -207,6 +214,26 @@ class _Forward:
         )
         tensors = tuple(tensor.detach() for tensor in tensors_in(output))
         return RecordedForward(recording, recorder.table.values_named(constants), tensors)
+
+
+@contextmanager
+def _saved_tensors_freed() -> Iterator[None]:
+    """Free at exit what autograd has saved in the body: a recording runs no backward, except inside of a call.
+
+    The activations of the whole model may not fit in the memory of a rank that trains a part of it.
+    """
+    saved: list[list[Tensor]] = []
+
+    def pack(tensor: Tensor) -> list[Tensor]:
+        saved.append([tensor])
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held[0]):
+        try:
+            yield
+        finally:
+            for held in saved:
+                held.clear()
 
 
 def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable[..., Any]], list[str]]:

@@ -235,6 +235,34 @@ class SavingBlock(nn.Module):
         return Saving.apply(x * self.scale)
 
 
+class Keeping(nn.Module):
+    """Finds out whether autograd still has the activations of the blocks before."""
+
+    nodes: list[Any] = []  # noqa: RUF012
+    has_activations: list[bool] = []  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for node in Keeping.nodes:
+            try:
+                Keeping.has_activations.append(isinstance(node._saved_result, Tensor))
+            except IndexError:
+                Keeping.has_activations.append(False)
+        hidden = torch.sigmoid(self.linear(x))
+        Keeping.nodes.append(hidden.grad_fn)
+        return hidden + 1
+
+
+def test_a_recording_keeps_the_activations_of_one_block_only() -> None:
+    Keeping.nodes, Keeping.has_activations = [], []
+    capture(nn.Sequential(Keeping(), Keeping(), Keeping()), (torch.randn(2, 4),))
+    assert len(Keeping.nodes) == 6
+    assert not any(Keeping.has_activations)
+
+
 class Bypassing(nn.Module):
     """Calls the modules inside a block, which is found in the first forward: the block is opened, and two more run."""
 
