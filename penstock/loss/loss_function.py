@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.batches import Microbatch
 from penstock.capture import (
     GeneratorStates,
+    coarsest,
     code_origin,
     in_precision,
     isolated,
@@ -63,8 +64,8 @@ class LossFunction:
         self._size = 0
         self._is_random = False
         """whether the function draws random numbers"""
-        self._is_native = False
-        """whether the function accepts only the dtype of the real outputs"""
+        self._dtypes: tuple[torch.dtype | None, ...] = (torch.float64, torch.float32, None)
+        """those in which it may be evaluated, the first one preferred; None is that of the real outputs"""
         self.dtype = torch.float64
         """the lowest precision that it computed in"""
         self._state: _ReferencedState
@@ -135,19 +136,25 @@ class LossFunction:
             return result
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
-            if self._is_native:
-                return evaluate_in(chosen, None)
             # float64 where it costs little: weights that are not counted are only as exact as these gradients.
             is_large = self.sample_size * sum(part.length for part in parts) > LARGE
-            try:
-                return evaluate_in(chosen, torch.float32 if is_large else torch.float64)
-            except PenstockError:
-                raise
-            except (RuntimeError, TypeError, ValueError):
-                # It may need the dtype of the real outputs, as one with a bfloat16 parameter does.
-                result = evaluate_in(chosen, None)
-            self._is_native = True
-            return result
+            failed: list[torch.dtype | None] = []
+            for dtype in self._dtypes:
+                if is_large and dtype is torch.float64:
+                    continue
+                try:
+                    result = evaluate_in(chosen, dtype)
+                except PenstockError:
+                    raise
+                except (RuntimeError, TypeError, ValueError):
+                    # It may need the dtype of a tensor of its own, such as class weights or a bfloat16 parameter.
+                    if dtype is None:
+                        raise
+                    failed.append(dtype)
+                else:
+                    self._dtypes = tuple(each for each in self._dtypes if each not in failed)
+                    return result
+            raise AssertionError("unreachable: the last dtype works or raises")
 
         with self._isolated():
             yield evaluate
@@ -203,7 +210,9 @@ class LossFunction:
             raise ProbeError("it does not return a single number")
         leaf_tensors = enumerate([*self._state.parameters(), *self._state.tensors])
         shared = {str(index): leaf for index, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
-        return Evaluation.of(loss, inputs, shared, tracker.dtype)
+        # Gradients are rounded to the dtype of the outputs.
+        dtype = coarsest((tracker.dtype, *(leaf.real.dtype for leaf in inputs.values())))
+        return Evaluation.of(loss, inputs, shared, dtype)
 
 
 class _ReferencedState(nn.Module):

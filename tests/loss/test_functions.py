@@ -348,6 +348,18 @@ def test_padding_under_another_label_that_comes_later_is_noticed() -> None:
         torch.testing.assert_close(found, flat(own(X), target, ignore_index=0).detach(), rtol=1e-12, atol=0)
 
 
+def test_class_weights_in_float32_are_exact_for_outputs_of_lower_precision() -> None:
+    """Autocast converts the outputs to float32, but it converts nothing to double precision."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, CLASSES))
+    x, labels = torch.randn(6, 4), torch.tensor([0, 1, -100, -100, 3, 4])
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    loss_fn = nn.CrossEntropyLoss(weight=WEIGHTS.float())
+    pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True)
+    with warnings.catch_warnings(action="error"), torch.autocast("cpu", torch.bfloat16):
+        loss, expected = pipe.step(x, target=labels).loss, loss_fn(model(x), labels)
+    torch.testing.assert_close(loss, expected.detach())
+
+
 def test_a_first_microbatch_without_labels_is_no_obstacle() -> None:
     target = LABELS.flip(0)
     own, pipe = pipeline(lambda y, t: flat(y, t), SAMPLES)
