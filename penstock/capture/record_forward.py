@@ -190,6 +190,12 @@ class _Forward:
         constants = _constant_values(recorder, state)
         _refuse_replaced_state(recorder, state, constants)
         steps = _without_unread_updates(recorder.steps, outputs)
+        if not any(isinstance(step, Call) for step in steps):
+            raise CaptureError(
+                "the forward must call a module or a function of torch, got one that calls none",
+                model=type(model).__name__,
+                hint="a model with layers",
+            )
         record = Record(tuple(inputs), steps, outputs)
         graph = build_graph(model, record, recorder.table, recorder.notes)
         notes = recorder.notes.items()

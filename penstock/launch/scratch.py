@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from penstock.errors import RunError
 from penstock.launch.devices import group_device
 from penstock.launch.status_file import status_directory
 
@@ -75,7 +76,8 @@ def shared_status_directory() -> Path:
     if process == os.getpid():
         return directory
     is_first = dist.get_rank() == 0
-    path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
+    parent = _parent()  # on every rank, so that all of them raise its error
+    path = tempfile.mkdtemp(prefix="penstock-", dir=parent) if is_first else ""
     # As bytes of a fixed length: broadcast_object_list would unpickle data from the network.
     padded = list(path.encode().ljust(_MAX_PATH_BYTES, b"\0"))
     content = torch.tensor(padded, dtype=torch.uint8, device=group_device())
@@ -94,6 +96,10 @@ def shared_status_directory() -> Path:
 def _parent() -> Path:
     """The directory in which temporary directories are made: in memory if there is room."""
     if named := os.environ.get(SCRATCH_VARIABLE):
+        if not os.path.isdir(named) or not os.access(named, os.W_OK | os.X_OK):
+            raise RunError(
+                f"{SCRATCH_VARIABLE} must be a directory that can be written", got=named, hint=f"mkdir -p {named}"
+            )
         return Path(named)
     try:
         has_room = shutil.disk_usage(_IN_MEMORY).free >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK)

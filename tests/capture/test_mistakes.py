@@ -59,6 +59,11 @@ def test_named_arguments_that_are_no_dict_are_refused():
         penstock.capture(Stack(), (BATCH,), [1.0])
 
 
+def test_a_model_that_calls_nothing_is_refused():
+    with pytest.raises(CaptureError, match=r"got one that calls none \(model: Sequential\)\ntry: a model with layers"):
+        penstock.capture(torch.nn.Sequential(), (BATCH,))
+
+
 def test_a_model_must_be_a_module():
     with pytest.raises(CaptureError, match=r"model must be a torch.nn.Module \(got: function\)"):
         penstock.capture(lambda x: x, (BATCH,))

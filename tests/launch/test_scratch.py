@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.errors import RunError
 from penstock.launch import scratch
 from tests.leftovers import wait_until
 
@@ -25,6 +26,12 @@ def test_it_is_an_ordinary_temporary_directory_otherwise(tmp_path: Path, monkeyp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with scratch.scratch_directory() as directory:
         assert directory.parent == tmp_path
+
+
+def test_a_variable_that_names_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SCRATCH", str(tmp_path / "missing"))
+    with pytest.raises(RunError, match=r"PENSTOCK_SCRATCH must be a directory .*missing\)\ntry: mkdir -p"):
+        scratch.scratch_directory().__enter__()
 
 
 ENDINGS: dict[str, Callable[[], None]] = {
