@@ -188,8 +188,14 @@ def referenced_globals(classes: Iterable[type]) -> dict[str, object]:
     These are class attributes and the global variables that their methods refer to, directly or through functions and
     modules of the user that they call.
     """
+    user_classes: dict[type, None] = {}
+    for cls in classes:
+        # Checked before the call: this runs in every step.
+        if cls not in _user_bases:
+            _find_user_bases(cls)
+        user_classes.update(dict.fromkeys(_user_bases[cls]))
     contents: dict[str, object] = {}
-    for cls in _classes_of_user(classes):
+    for cls in user_classes:
         for name, value in vars(cls).items():
             if not name.startswith("__") and _is_setting(value):
                 contents[f"{cls.__module__}.{cls.__qualname__}.{name}"] = content_of(value)
@@ -201,18 +207,16 @@ def referenced_globals(classes: Iterable[type]) -> dict[str, object]:
 
 def global_objects(classes: Iterable[type]) -> Iterator[object]:
     """The values of the global variables that the methods of the user's classes refer to."""
-    for cls in _classes_of_user(classes):
-        yield from (namespace[name] for namespace, name in _references_of(cls) if name in namespace)
-
-
-def _classes_of_user(classes: Iterable[type]) -> dict[type, None]:
-    """The classes, and their bases, that the user wrote."""
-    found: dict[type, None] = {}
     for cls in classes:
-        if cls not in _user_bases:
-            _user_bases[cls] = tuple(base for base in cls.__mro__ if code_origin(base.__module__) == "user")
-        found.update(dict.fromkeys(_user_bases[cls]))
-    return found
+        for base in _find_user_bases(cls):
+            yield from (namespace[name] for namespace, name in _references_of(base) if name in namespace)
+
+
+def _find_user_bases(cls: type) -> tuple[type, ...]:
+    """The class and its bases, without those that the user did not write; kept in `_user_bases`."""
+    if cls not in _user_bases:
+        _user_bases[cls] = tuple(base for base in cls.__mro__ if code_origin(base.__module__) == "user")
+    return _user_bases[cls]
 
 
 def _references_of(cls: type) -> tuple[_Reference, ...]:
