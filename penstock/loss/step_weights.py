@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import ROUNDING, Captured, LruCache, Recording, is_inexact, is_integer
+from penstock.capture import ROUNDING, Captured, LruCache, Recording, coarsest, in_precision, is_inexact, is_integer
 from penstock.errors import RunError
 from penstock.ir import choices_text, leaves, map_leaves
 from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, decide, evaluated_weights, reduction_fits
@@ -30,6 +30,9 @@ _FUNCTION = ""
 _SECOND_SCALE = 0.75
 """the scale of the copied output that stands for the second microbatch, whose own is not computed yet"""
 
+_MAX_COMPARISONS = 8
+"""microbatches of the first step whose outputs are compared with those of the first one"""
+
 
 @dataclass
 class LossStep:
@@ -45,13 +48,11 @@ class LossStep:
     """why the weights are not exact"""
 
 
-class _WeighedLoss(NamedTuple):
-    """The output and the loss of a microbatch, and its step."""
+class _RealOutput(NamedTuple):
+    """The output of the model for some samples, and their microbatch, of which only the target is used."""
 
-    step: LossStep
-    microbatch: int
     output: Any
-    loss: float
+    microbatch: Microbatch
 
 
 class LossWeights:
@@ -59,10 +60,10 @@ class LossWeights:
 
     The first step decides how they are found: by counting samples or labels, or by evaluating the loss in every step.
     The reduction is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or
-    larger than all before. A loss function may depend on anything in the user's program, such as the epoch: in all
-    other steps, too, its value for two microbatches together is compared with their separate values. If the model
-    returns its loss, the decision holds for recordings of one structure, and is checked again for each of them; a model
-    that changes is recorded again.
+    larger than all before. In these steps the losses of a loss function for some real outputs are compared, too. A loss
+    function may depend on anything in the user's program, such as the epoch: in all other steps, too, its value for two
+    microbatches together is compared with their separate values. If the model returns its loss, the decision holds for
+    recordings of one structure, and is checked again for each of them; a model that changes is recorded again.
 
     One step, with the methods in the order of their calls:
 
@@ -71,6 +72,8 @@ class LossWeights:
           _find_weights                if it fails, and for a loss that the model returns
             _decision                  the known decision if it still holds, else a new one (`decide`)
             weights_among_replicas     if other replicas train on other batches
+        weigh                          once each further loss is known
+          _check_real_outputs          with a loss function: whether the weights depend on the outputs
         warnings                       at the end of the step
     """
 
@@ -115,8 +118,10 @@ class LossWeights:
         self._num_steps = 0
         self._is_refuted = False
         """whether the values of two microbatches of this step have shown that the decision does not hold"""
-        self._earlier: _WeighedLoss | None = None
-        """the first loss of the step, if it is compared with the second one"""
+        self._first_output: _RealOutput | None = None
+        """that of the first microbatch whose loss was computed in this step, if others are compared with it"""
+        self._num_comparisons = 0
+        """with how many of the others"""
 
     @property
     def reduction(self) -> str:
@@ -148,10 +153,13 @@ class LossWeights:
     def weigh(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> None:
         """Find the weights of a step, given the output and the loss of one of its microbatches."""
         if step.weights is not None:
-            if self._earlier is not None:
-                self._check_real_outputs(step, self._earlier, microbatch, output, loss)
-                self._earlier = None
+            if self._first_output is not None and not step.loss_problem:
+                self._check_real_outputs(step, self._first_output, _real_output(output, step.microbatches[microbatch]))
+                self._num_comparisons -= 1
+                if not self._num_comparisons:
+                    self._first_output = None
             return
+        self._first_output = None
         if self._function is None:
             self.weights(step)
         elif not self._confirm(step, microbatch, output, loss):
@@ -165,46 +173,54 @@ class LossWeights:
             finally:
                 function.end()
             is_power_of_two = not self._num_steps & (self._num_steps - 1)
-            has_second = len(step.microbatches) > 1 and inputs.columns is None
             is_due = is_power_of_two and (step.is_training or not self._num_steps)
-            if is_due and has_second and not step.loss_problem and function.is_plain:
-                self._earlier = _WeighedLoss(step, microbatch, map_leaves(output, _detached), float(loss.detach()))
+            if is_due and len(step.microbatches) > 1 and self._reduction is None and function.is_plain:
+                self._first_output = _real_output(output, inputs)
+                self._num_comparisons = _MAX_COMPARISONS if self._num_steps <= 1 else 1
 
-    def _check_real_outputs(
-        self, step: LossStep, earlier: "_WeighedLoss", microbatch: int, output: Any, loss: Any
-    ) -> None:
+    def _check_real_outputs(self, step: LossStep, first: "_RealOutput", second: "_RealOutput | None") -> None:
         """Set the problem of a step if two microbatches together do not have the weighted sum of their losses.
 
         The artificial outputs, from which the reduction was found, are all derived from one microbatch. Weights that
         depend on signs or on the largest entries of outputs may be equal there and differ between real microbatches.
         """
         known = self._decisions.find(_FUNCTION)
-        is_due = earlier.step is step and known is not None and known.reduction is not None
-        if not is_due or known.problem or known.is_provisional or self._reduction is not None:
+        if known is None or known.reduction is None or known.problem or known.is_provisional or second is None:
             return
-        indices = (earlier.microbatch, microbatch)
-        pair = [step.microbatches[index] for index in indices]
-        tensors = [leaf for leaf in leaves((earlier.output, output)) if isinstance(leaf, Tensor)]
-        if sum(tensor.numel() for tensor in tensors) > LARGE:
-            return  # they may not fit into memory twice
-        weights = known.reduction.weights([(self._function.tensors(each), each.size) for each in pair])
+        pieces = [(self._function.tensors(each.microbatch), each.microbatch.size) for each in (first, second)]
+        size = first.microbatch.size
+        # The dimension that holds the samples has the same meaning in every microbatch.
+        preferred = next((axis.dim for axis in first.microbatch.axes.values() if axis.dim is not None), 0)
         try:
-            # The dimension that holds the samples has the same meaning in every microbatch.
-            preferred = next((axis.dim for axis in pair[0].axes.values() if axis.dim is not None), 0)
-            dims = sample_dims(earlier.output, pair[0].size, preferred)
-            together = join([earlier.output, map_leaves(output, _detached)], dims)
-            with torch.no_grad():
-                whole = float(self.losses(together, Microbatch.join(pair).target)[self._name].detach())
+            weights = known.reduction.weights(pieces)
+            joined = join([first.output, second.output], sample_dims(first.output, size, preferred))
+            both = _RealOutput(joined, Microbatch.join([first.microbatch, second.microbatch]))
+            dtype = torch.float32 if _num_entries(joined) > LARGE else torch.float64
+            try:
+                values = [self._value(each, dtype) for each in (first, second, both)]
+            except (RuntimeError, TypeError, ValueError):
+                # It may need the dtype of the real outputs.
+                values = [self._value(each, None) for each in (first, second, both)]
+                dtype = coarsest(
+                    [leaf.dtype for leaf in leaves(joined) if isinstance(leaf, Tensor) and is_inexact(leaf)]
+                )
         except Exception:  # a function may not take any number of samples
             return
-        pairs = zip(weights, (earlier.loss, float(loss.detach())), strict=True)
-        losses = [weight * each for weight, each in pairs if weight]
-        dtypes = [self._function.dtype, loss.dtype, *(tensor.dtype for tensor in tensors if is_inexact(tensor))]
-        limit = VALUE_FACTOR * max(ROUNDING[dtype] for dtype in dtypes) * max(map(abs, [*losses, whole]))
+        losses = [weight * value for weight, value in zip(weights, values, strict=False) if weight]
+        tolerance = VALUE_FACTOR * max(ROUNDING[dtype], ROUNDING[self._function.dtype])
         # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
-        if abs(sum(losses) - whole) > limit:
+        if abs(sum(losses) - values[2]) > tolerance * max(map(abs, values)):
             step.loss_problem = INSEPARABLE
             self._decisions.put(_FUNCTION, replace(known, problem=INSEPARABLE))
+
+    def _value(self, part: "_RealOutput", dtype: torch.dtype | None) -> float:
+        def converted(leaf: object) -> object:
+            # A copy: the function may write into its arguments.
+            return in_precision(leaf.detach(), dtype).clone() if isinstance(leaf, Tensor) else leaf
+
+        output, target = map_leaves((part.output, part.microbatch.target), converted)
+        with torch.no_grad():
+            return float(self.losses(output, target)[self._name].detach())
 
     def weights(self, step: LossStep) -> tuple[float, ...]:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
@@ -408,5 +424,29 @@ class LossWeights:
         return is_new
 
 
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _num_entries(output: Any) -> int:
+    return sum(leaf.numel() for leaf in leaves(output) if isinstance(leaf, Tensor))
+
+
+def _real_output(output: Any, microbatch: Microbatch) -> _RealOutput | None:
+    """The output of a microbatch, of large ones of some samples and positions; None if it cannot be shortened."""
+    microbatch = microbatch._replace(args=(), kwargs={}, names=())
+    num_entries, target = _num_entries(output), microbatch.target
+    if microbatch.columns is not None:
+        return None  # the padding of microbatches differs
+    if num_entries <= LARGE:
+        return _RealOutput(
+            map_leaves(output, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf), microbatch
+        )
+    is_plain = isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() > 1 and target.dim() > 0
+    if not is_plain or not len(output) == len(target) == microbatch.size:
+        return None
+    length = output.shape[1]
+    rows = max(1, LARGE * len(output) // num_entries)
+    if output.dim() > 2 and target.dim() > 1 and target.shape[1] == length:
+        # Two positions at least: a loss may compare each with the next.
+        length = max(2, min(length, LARGE * len(output) * length // (num_entries * rows)))
+        target = target[:, :length]
+    # A copy, because a view would keep the whole output in memory.
+    shortened = output.detach()[:rows, :length].clone()
+    return _RealOutput(shortened, microbatch._replace(target=target[:rows], size=rows))
