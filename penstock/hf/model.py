@@ -98,6 +98,11 @@ class PipelineModel(nn.Module):
             with self.autocast():
                 forward_pass.backward({name: leaf.grad for name, leaf in leaves if leaf.grad is not None})
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call was made with gradients whose backward has not run."""
+        return bool(self._calls)
+
     def drop_calls(self) -> None:
         """Drop the calls of a step that failed."""
         self._calls.clear()

@@ -40,6 +40,10 @@ class PipelineMixin:
     `trainer.pipe` is the Pipeline; in `trainer.model`, only the stages of this rank are up to date.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """An instance of a subclass that ends with PipelineBase, for a class that does not."""
+        return super().__new__(cls if issubclass(cls, PipelineBase) else _make_class(cls.__name__, cls))
+
     def __init__(
         self,
         *given: Any,
@@ -190,6 +194,10 @@ class PipelineMixin:
         self.accelerator.scaler = self._scaler
         # Trainer clips through the accelerator: the norm is that of all ranks.
         self.accelerator.clip_grad_norm_ = lambda _, max_norm, *__: self.pipe.clip_grad_norm_(max_norm)
+        # An overridden training_step may compute its loss and call this.
+        self.accelerator.backward = lambda loss, **kwargs: self._backward(
+            loss / self.accelerator.gradient_accumulation_steps, **kwargs
+        )
 
     def get_train_dataloader(self) -> Any:
         """The same batches on every rank."""
@@ -214,7 +222,7 @@ class PipelineMixin:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of one batch on all ranks.
+        """Run forward and backward of one batch on all ranks, inside the `training_step` of the Trainer class if any.
 
         Args:
             model: given by Trainer
@@ -223,22 +231,20 @@ class PipelineMixin:
 
         Returns:
             The loss, divided as Trainer does.
+
+        Raises:
+            RunError: if an overridden `training_step` runs no backward through the pipeline
         """
-        self._pipelined(model, inputs).train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        inputs = self._prepare_inputs(inputs)
-        own = self._own_samples(inputs)
-        if own is not inputs and num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # Replicas average their gradients, so each divides by its share of the tokens.
-            num_items_in_batch = num_items_in_batch / self._replicas
-        try:
-            return self._step(own, num_items_in_batch)
-        except RunError as error:
-            if self.args.auto_find_batch_size and (reason := out_of_memory(error)):
-                # All ranks raise an error of a step, so all of them try the next batch size.
-                raise RuntimeError(reason) from error
-            raise
+        model = self._pipelined(model, inputs)
+        self._pipeline_model.drop_calls()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._pipeline_model.has_calls:
+            raise RunError(
+                "training_step must run backward for every call of the model, or call it without gradients",
+                type=type(self).__name__,
+                hint="self.accelerator.backward(loss) in place of loss.backward(), or torch.no_grad()",
+            )
+        return loss
 
     def _pipelined(self, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
         """The model on the pipeline if the model itself is given, which has no pipeline before the first batch."""
@@ -283,19 +289,22 @@ class PipelineMixin:
 
     def _step_of_own_loss(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """Compute the loss from the outputs of the whole batch, on every rank, and run backward from these."""
-        self._pipeline_model.drop_calls()
         with self.compute_loss_context_manager():
             loss = self.compute_loss(self._pipeline_model, inputs, num_items_in_batch=num_items_in_batch)
         if not self._is_divided(num_items_in_batch):
             loss = loss / self.current_gradient_accumulation_steps
-        self._check_loss(loss)
-        loss.backward()
-        self._pipeline_model.backward()
+        self._backward(loss)
         loss = loss.detach().to(self.args.device)
         if self._mesh is not None:
             dist.all_reduce(loss, group=self._mesh.get_group(REPLICAS))
             loss /= self._replicas
         return loss
+
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward of a loss that was computed from outputs of the model."""
+        self._check_loss(loss)
+        loss.backward(**kwargs)
+        self._pipeline_model.backward()
 
     def _check_loss(self, loss: Tensor) -> None:
         """Refuse a loss that uses parameters otherwise than by a call of the model: a rank has only its own stages."""
@@ -401,20 +410,6 @@ class PipelineMixin:
 
     # ------------------------------------------------------------------------------------------------- saving, loading
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes.
-
-        Args:
-            output_dir: the directory; None: that of the training arguments
-            _internal_call: given by Trainer, and not used
-        """
-        # Without a pipeline, the model is as it was given.
-        state = None if self._pipe is None else self._deduplicate(self.pipe.full_state_dict())
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
-        if not self._is_local:
-            dist.barrier()
-
     def _deduplicate(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give tied names the same tensor, as save_pretrained expects; drop duplicates for other models."""
         graph = self.pipe.plan.graph
@@ -485,7 +480,47 @@ class PipelineMixin:
             self.pipe.load_state_dict(type(self.model).from_pretrained(directory, dtype=self.model.dtype).state_dict())
 
 
-class PipelineTrainer(PipelineMixin, Trainer):
+class PipelineBase(Trainer):
+    """The methods that replace those of Trainer, after the Trainer class in the order of methods.
+
+    A subclass of Trainer may override them, and its overrides call these as `super()`. Those of PipelineMixin come
+    before the Trainer class, and would replace its overrides.
+    """
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """See `PipelineMixin.training_step`."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        own = self._own_samples(inputs)
+        if own is not inputs and num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # Replicas average their gradients, so each divides by its share of the tokens.
+            num_items_in_batch = num_items_in_batch / self._replicas
+        try:
+            return self._step(own, num_items_in_batch)
+        except RunError as error:
+            if self.args.auto_find_batch_size and (reason := out_of_memory(error)):
+                # All ranks raise an error of a step, so all of them try the next batch size.
+                raise RuntimeError(reason) from error
+            raise
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes.
+
+        Args:
+            output_dir: the directory; None: that of the training arguments
+            _internal_call: given by Trainer, and not used
+        """
+        # Without a pipeline, the model is as it was given.
+        state = None if self._pipe is None else self._deduplicate(self.pipe.full_state_dict())
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if not self._is_local:
+            dist.barrier()
+
+
+class PipelineTrainer(PipelineMixin, PipelineBase):
     """A Trainer whose processes are the ranks of one pipeline; losses, gradients and metrics equal a single process.
 
     See `PipelineMixin`, which does the same for subclasses of Trainer.
@@ -510,11 +545,17 @@ def pipelined(trainer: type) -> type:
         raise RunError("trainer must be a subclass of transformers.Trainer", got=repr(trainer), hint=hint)
     if issubclass(trainer, PipelineMixin):
         return trainer
-    name = f"Pipeline{trainer.__name__}"
+    others = () if trainer is Trainer else (trainer,)
+    return _make_class(f"Pipeline{trainer.__name__}", PipelineMixin, *others)
+
+
+@cache
+def _make_class(name: str, *bases: type) -> type:
+    """A subclass of `bases` and of PipelineBase; the same in every call."""
     while name in globals():
         name += "_"
     # Found by its name in this module, the class can be pickled, which datasets does with functions that refer to it.
-    made = type(name, (PipelineMixin, trainer), {"__module__": __name__, "__qualname__": name})
+    made = type(name, (*bases, PipelineBase), {"__module__": __name__, "__qualname__": name})
     return globals().setdefault(name, made)
 
 

@@ -59,6 +59,25 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return losses / num_items_in_batch
 
 
+class PlainReversed(hf.Trainer):  # type: ignore[misc]
+    """Changes the batch before the step, and the loss after it."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = {name: tensor.flip(1) for name, tensor in inputs.items()}
+        return super().training_step(model, tokens, *args, **kwargs) * 3
+
+
+class PlainStep(hf.Trainer):  # type: ignore[misc]
+    """A step of its own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        outputs = model(**self._prepare_inputs(inputs))
+        loss = (outputs.loss + 0.1 * outputs.logits.square().mean().sqrt()) / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 class PlainInseparable(Inseparable, hf.Trainer):  # type: ignore[misc]
     pass
 
@@ -86,6 +105,8 @@ RUNS: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "overridden": (PlainInseparable, EVALUATED, {}),
     "overridden, accumulated": (PlainChanged, {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
     "overridden, with two calls": (PlainTwoCalls, {"max_steps": 2}, {}),
+    "of a changed batch": (PlainReversed, {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
+    "of an overridden step": (PlainStep, {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
 }
 
 
@@ -95,6 +116,18 @@ def test_a_loss_of_outputs_has_the_numbers_of_one_process(name: str, tmp_path: P
     expected = runs.trained(runs.made(kind, tmp_path, given, **others))
     found = runs.trained(runs.made(pipelined(kind), tmp_path, given, plan=runs.the_plan(), local=True, **others))
     assert list(runs.differences(expected, found)) == []
+
+
+def test_a_step_of_its_own_without_backward_through_the_pipeline_is_refused(tmp_path: Path) -> None:
+    class Direct(hf.Trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = model.train()(**inputs).loss
+            loss.backward()
+            return loss.detach()
+
+    trainer = runs.made(pipelined(Direct), tmp_path, {}, plan=runs.the_plan(), local=True)
+    with pytest.raises(RunError, match=r"self\.accelerator\.backward\(loss\)"):
+        trainer.train()
 
 
 def overridden(plan: Plan, directory: str, given: dict[str, Any]) -> runs.Numbers:

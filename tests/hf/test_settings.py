@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 
 import penstock
 from penstock.errors import PlanError, RunError
-from penstock.hf import PipelineTrainer, pipelined, settings
+from penstock.hf import PipelineMixin, PipelineTrainer, pipelined, settings
 from tests.hf import runs
 from tests.plans import quick_plan
 
@@ -252,3 +252,20 @@ def test_without_transformers_the_way_to_get_it_is_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(RunError, match=r"penstock\[hf\]"):
         settings.check_installed()
+
+
+@pytest.mark.parametrize("is_mixed_in", [True, False])
+def test_the_save_model_of_a_trainer_class_runs(is_mixed_in: bool, tmp_path: Path) -> None:
+    class Noted(hf.Trainer):  # type: ignore[misc]
+        def save_model(self, *args: Any, **kwargs: Any) -> None:
+            super().save_model(*args, **kwargs)
+            (tmp_path / "note").write_text("saved")
+
+    class Mixed(PipelineMixin, Noted):
+        pass
+
+    kind = Mixed if is_mixed_in else pipelined(Noted)
+    trainer = runs.made(kind, tmp_path, {}, plan=runs.the_plan(), local=True)
+    trainer.save_model()
+    assert isinstance(trainer, kind)
+    assert {"model.safetensors", "note"} <= {path.name for path in tmp_path.iterdir()}
