@@ -142,7 +142,11 @@ class Saver:
             self.background.start(write)
             run_before_exit(self.background.wait_and_raise)  # a launched rank may return before it is written
         else:
-            error = write()
+            try:
+                error = write()
+            except BaseException:  # such as KeyboardInterrupt: this process may continue, and still has the lock
+                writer.abandon()
+                raise
 
             def outcome() -> str:
                 if error is not None:

@@ -130,6 +130,21 @@ def test_remains_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-mine", "step-000001", "step-000002"]
 
 
+def test_a_save_that_is_interrupted_leaves_nothing_although_the_program_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = saved(tmp_path, 1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.checkpoint.writer.write_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.pipe.save(tmp_path, training.optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
 def test_a_step_is_saved_again_while_an_interrupted_save_left_its_older_checkpoint_to_a_reader(tmp_path: Path) -> None:
     training = saved(tmp_path, 1)
     older = tmp_path / ".replaced-step-000001"
