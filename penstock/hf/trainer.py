@@ -354,7 +354,9 @@ class PipelineMixin:
         if not prediction_loss_only and sharded_head(self.pipe.plan.graph) is not None:
             hint = "prediction_loss_only=True without compute_metrics, or a plan with vocabulary_shards=None"
             raise RunError("a split output layer has no whole logits to predict or to compute metrics of", hint=hint)
-        self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
+        # An overridden prediction_step may use outputs although it returns none.
+        is_overridden = not super().prediction_step.__module__.startswith("transformers.")
+        self._pipeline_model.keeps_outputs = not prediction_loss_only or is_overridden or self._has_own_loss()
         self._is_predicting = True
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

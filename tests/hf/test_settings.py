@@ -269,3 +269,15 @@ def test_the_save_model_of_a_trainer_class_runs(is_mixed_in: bool, tmp_path: Pat
     trainer.save_model()
     assert isinstance(trainer, kind)
     assert {"model.safetensors", "note"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_overridden_prediction_step_has_the_outputs_of_the_model(tmp_path: Path) -> None:
+    class Levelled(hf.Trainer):  # type: ignore[misc]
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                outputs = model(**self._prepare_inputs(inputs))
+            return outputs.loss + outputs.logits.abs().mean(), None, None
+
+    expected = runs.made(Levelled, tmp_path, {}).evaluate()["eval_loss"]
+    trainer = runs.made(pipelined(Levelled), tmp_path, {}, plan=runs.the_plan(), local=True)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
