@@ -93,9 +93,11 @@ class Saver:
         # 1. Check everything that can be wrong before anything is written, on all ranks.
         with sync_after(self._sync, request):
             # Not by pathlib, which raises for a directory that may not be searched: creating it gives a better error.
-            if os.path.exists(root) and not os.path.isdir(root):
-                problem = "the checkpoint directory must be a directory, got a file"
-                raise CheckpointError(problem, path=root, hint=f"its directory: {root.parent}")
+            if os.path.lexists(root) and not os.path.isdir(root):
+                is_file = os.path.exists(root)
+                problem = f"the checkpoint directory must be a directory, got a {'file' if is_file else 'broken link'}"
+                hint = f"its directory: {root.parent}" if is_file else "a link to an existing directory"
+                raise CheckpointError(problem, path=root, hint=hint)
             self._part.check_weights()
             if optimizer is not None:
                 check_optimizer(optimizer, parameter_names(self._part), self._part.remote_parameters)

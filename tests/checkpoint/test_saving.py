@@ -350,3 +350,9 @@ def test_a_model_of_complex128_parameters_resumes_with_its_optimizer(tmp_path: P
         step(*each)
     pairs = zip(first[0].parameters(), second[0].parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_broken_link_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="must be a directory, got a broken link"):
+        Training(the_plan(1, "gpipe"), local=True).pipe.save(tmp_path / "link")
