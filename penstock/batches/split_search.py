@@ -250,25 +250,39 @@ class _Search:
             for name, _ in module.named_buffers(recurse=False)
             if not isinstance(module, _NormBase)
         ]
+        if not names:
+            return
         try:
-            few = self._few_samples(rules) if names else None
+            few = self._few_samples(rules)
+            halves = few.split(microbatch_sizes(few.size, 2)) if few.size > 1 else (few,)
         except RunError:
             # The error is raised again when the batch is split.
-            few = None
-        if few is None:
             return
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        versions = {name: buffers[name]._version for name in names}
-        first = self._run(few.args, few.kwargs)
-        written = [name for name in names if buffers[name]._version != versions[name]]
-        second = self._run(few.args, few.kwargs) if first is not None and written else None
+        first, last = halves[0], halves[-1]
+        before = dict(self._model.named_buffers(remove_duplicate=False))
+        versions = {name: before[name]._version for name in names}
+        after_first = alone = None
+        with isolated(self._model, written=()):
+            is_run = self._run(first.args, first.kwargs) is not None
+            after = dict(self._model.named_buffers(remove_duplicate=False))
+            # A module may write in place, or set another tensor in the place of its buffer.
+            written = [
+                name for name in names if after.get(name) is not before[name] or before[name]._version != versions[name]
+            ]
+            if is_run and written:
+                after_first = self._run(last.args, last.kwargs)
+        if after_first is not None:
+            # The same samples with the buffers that the first half was given. A second run of the same samples would
+            # not show what other samples change, such as the ranges of fake quantization.
+            alone = self._run(last.args, last.kwargs)
         # Dropout and statistics of norms have no effect in eval mode, in which samples are compared.
         self._is_pure = True
-        pairs = zip(first or (), second or (), strict=False)
-        if any(
-            isinstance(one, Tensor) and isinstance(two, Tensor) and not is_close(two, one, self._rounding)
-            for one, two in pairs
-        ):
+        pairs = [
+            (one, two)
+            for one, two in zip(alone or (), after_first or (), strict=False)
+            if isinstance(one, Tensor) and isinstance(two, Tensor)
+        ]
+        if any(one.shape != two.shape or not is_close(two, one, self._rounding) for one, two in pairs):
             _warn(
                 "the forward uses buffers that it writes, and runs once per microbatch instead of once for the batch: "
                 f"{listed(written)}; results are those of a loop over the microbatches"
@@ -333,10 +347,11 @@ class _Search:
         args, kwargs = map_leaves(args, copy_leaf), map_leaves(kwargs, copy_leaf)
         seed_generators(_SEED)
         generators = GeneratorStates.of_process()
-        versions = [buffer._version for buffer in self._model.buffers()]
+        buffers = list(self._model.buffers())
+        versions = [(id(buffer), buffer._version) for buffer in buffers]
         try:
             result = leaves(self._model(*args, **without_cache(self._model, kwargs)))
-            is_written = versions != [buffer._version for buffer in self._model.buffers()]
+            is_written = versions != [(id(buffer), buffer._version) for buffer in self._model.buffers()]
             self._is_pure &= not is_written and not generators.have_moved()
             return result
         except Exception as error:  # a model may raise anything for arguments that do not belong together

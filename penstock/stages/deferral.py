@@ -39,9 +39,10 @@ class Deferral(TorchFunctionMode):
         super().__init__()
         self.queue: list[Deferred] = []
         self.is_recomputed = False
-        """whether some tensor is saved by hooks, as inside a checkpoint: then backward must run inside the mode too"""
+        """whether some tensor is saved by hooks, as inside a checkpoint: then backward must defer the same calls"""
         self.is_forward = False
-        """whether the stage's forward runs now: a gradient taken inside would lack the deferred part"""
+        """whether the stage's forward runs now: a gradient taken inside would lack the deferred part. In backward the
+        mode is active too, to see the gradients that hooks take"""
         self._table = table
 
     def __torch_function__(
@@ -49,13 +50,21 @@ class Deferral(TorchFunctionMode):
     ) -> Any:
         # torch.compile traces through this method; compiled code is left as it is.
         if not is_compiling():
-            if func in GRADIENT_FUNCTIONS and self.is_forward:
-                raise PartitionError(
-                    "a block must not take gradients in its forward while weight gradients are deferred",
-                    function=func.__name__,
-                    hint="a schedule that does not split backward, such as 1f1b",
-                )
-            defer = self._table.get(func)
+            if func in GRADIENT_FUNCTIONS:
+                if self.is_forward:
+                    raise PartitionError(
+                        "a block must not take gradients in its forward while weight gradients are deferred",
+                        function=func.__name__,
+                        hint="a schedule that does not split backward, such as 1f1b",
+                    )
+                # A hook takes gradients in backward, as implicit layers do.
+                length = len(self.queue)
+                result = func(*args, **(kwargs or {}))
+                if func is torch.autograd.grad or (kwargs or {}).get("inputs") is not None:
+                    # Of chosen tensors only: autograd accumulates none into the parameters.
+                    del self.queue[length:]
+                return result
+            defer = self._table.get(func) if self.is_forward or self.is_recomputed else None
             # A call that passes even its first argument by keyword is left alone.
             if defer is not None and args and torch.is_grad_enabled() and not _is_transformed():
                 result = defer(self, *args, **(kwargs or {}))
@@ -116,9 +125,15 @@ class Deferred:
 
     def enqueue(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Save the gradient of the result and add this to the queue; a prehook of the result's autograd node."""
-        if gradients[0] is not None:
-            self._gradient = gradients[0]
-            self._queue.append(self)
+        if gradients[0] is None:
+            return
+        deferred = self
+        if hasattr(self, "_gradient"):
+            # A hook runs backward through the call again (retain_graph=True).
+            deferred = Deferred(self._queue, self.weights, self._compute)
+            deferred._value, deferred._version = self._value, self._version
+        deferred._gradient = gradients[0]
+        self._queue.append(deferred)
 
     def free(self) -> None:
         """Free the tensors that the gradients are computed from."""

@@ -133,8 +133,9 @@ class ForwardRun:
         self._edges = {}
         if not roots and self.own_backward is None:
             return
-        # A recomputation during backward must save the same tensors as the first forward did.
-        with self._deferral if self._deferral is not None and self._deferral.is_recomputed else _NO_CONTEXT:
+        # A recomputation during backward must save the same tensors as the first forward did, and gradients that hooks
+        # take must not be added to those of the weights.
+        with self._deferral or _NO_CONTEXT:
             if self.own_backward is None:
                 _run_backward(tuple(roots), tuple(root_gradients))
             else:

@@ -221,6 +221,28 @@ def test_a_buffer_that_counts_calls_is_compared_with_the_loop_only():
     assert not any(one.name == "buffer 2.calls" for one in report.whole.differences)
 
 
+class CachingMask(nn.Module):
+    """Makes a mask in its first forward, and keeps it as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x):
+        if "mask" not in self._buffers:
+            self.register_buffer("mask", torch.ones(x.shape[1], dtype=x.dtype) / 2, persistent=False)
+        return self.layers(x * self.mask)
+
+
+def test_a_mask_that_the_first_forward_registers_as_a_buffer_is_not_compared():
+    model = CachingMask()
+    report = checked(model)
+    assert report.ok
+    assert report.whole.ok
+    assert not any(one.name == "buffer mask" for one in report.loop.differences)
+    assert not dict(model.named_buffers())
+
+
 def test_a_loss_that_couples_samples_is_named_and_not_shown_as_a_warning():
     model = chain()
     plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")

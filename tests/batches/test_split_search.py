@@ -291,6 +291,42 @@ class Keeping(Blocks):
         return self.run(x - self.mean.clone() if self.is_used else x)
 
 
+class Initialised(Blocks):
+    """Takes a shift from the first batch that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(4))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.shift.copy_(x.mean(0))
+            self.is_set.fill_(True)
+        return self.run(x - self.shift.clone())
+
+
+class Quantised(Blocks):
+    """Rounds by the largest value that it has seen, as fake quantization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        scale = self.largest / 127
+        return self.run((x / scale).round() * scale)
+
+
+class Replacing(Keeping):
+    """Makes a new mean instead of writing into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.mean(0)
+        return self.run(x - self.mean)
+
+
 class Prices(Blocks):
     """Adds the sum of a table, which may be as long as the batch."""
 
@@ -327,6 +363,16 @@ def test_buffers_that_are_written_and_used_are_warned_of_when_planning() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         find_split(Keeping(False), batch, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [(Initialised(), "shift, is_set"), (Quantised(), "largest"), (Replacing(True), "mean")]
+)
+def test_buffers_that_other_samples_change_are_warned_of_and_restored(model: nn.Module, names: str) -> None:
+    batch = (torch.linspace(1, 0.1, 16).reshape(4, 4),)
+    with pytest.warns(penstock.PenstockWarning, match=f"uses buffers that it writes, .* for the batch: {names}; "):
+        find_split(model, batch, {})
+    assert not any(buffer.any() for buffer in model.buffers())
 
 
 def test_random_results_and_an_entry_per_sample_are_no_interaction_of_samples() -> None:
