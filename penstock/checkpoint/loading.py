@@ -207,12 +207,11 @@ class Loader:
             finders = [reader.tensor_finder(stem) for stem in stems]
             saved = SavedSchedulers([reader.json_object(stem) for stem in stems], finders)
             if len(stems) == self._groups.num_processes and reader.content(PLAN) == plan_bytes(self._plan):
-                state = saved.of_rank(self._groups.rank)
-                restorers.append(lambda: targets.scheduler.load_state_dict(state))
+                state_for_groups = saved.for_order_of_groups(self._groups.rank, targets.optimizer)
             else:
-                # Another plan: the state depends on the groups of this rank's optimizer, which is restored before.
                 state_for_groups = saved.for_optimizer(targets.optimizer)
-                restorers.append(lambda: targets.scheduler.load_state_dict(state_for_groups()))
+            # The state depends on the groups of this rank's optimizer, which is restored before.
+            restorers.append(lambda: targets.scheduler.load_state_dict(state_for_groups()))
         if targets.scaler is not None:
             restorers.append(run.scaler_restorer(targets.scaler))
         return restorers

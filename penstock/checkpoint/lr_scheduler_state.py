@@ -1,9 +1,10 @@
 """Learning-rate scheduler state. Each rank has a scheduler over the parameter groups of its own optimizer.
 
 The state of a scheduler has values of the whole training, such as `last_epoch`, and lists with one entry per group,
-such as `base_lrs`. Loaded with the same plan, each rank gets the state that it saved. A rank of another plan has other
-parameters, and maybe another number of groups: it gets the values of the training, which must be equal in all saved
-states, and its lists are rebuilt from the groups of its restored optimizer.
+such as `base_lrs`. Loaded with the same plan, each rank gets the state that it saved; if its groups have another order
+now, so do the lists. A rank of another plan has other parameters, and maybe another number of groups: it gets the
+values of the training, which must be equal in all saved states, and its lists are rebuilt from the groups of its
+restored optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +35,23 @@ class SavedSchedulers:
             raise DamagedError("the state of a scheduler cannot be read")
         self._documents, self._finders = documents, finders
 
-    def of_rank(self, rank: int) -> Any:
-        """The state that a rank saved, for the same rank of the same plan."""
+    def for_order_of_groups(self, rank: int, optimizer: Any) -> Callable[[], Any]:
+        """A function that returns the state that a rank saved, for the same rank of the same plan.
+
+        The optimizer restores its groups by their parameters. If they have another order now, the lists of the
+        scheduler are rebuilt from them, where that is possible.
+        """
+        state, document = self._of_rank(rank), self._documents[rank]
+        groups = [] if optimizer is None else optimizer.param_groups
+
+        def find() -> Any:
+            has_other_order = groups and [group.get("initial_lr") for group in groups] != document["rates"]
+            can_rebuild = _has_rates_of_groups(document["state"], document["rates"]) and not _has_other_lists(state)
+            return _with_lists_of(state, groups) if has_other_order and can_rebuild else state
+
+        return find
+
+    def _of_rank(self, rank: int) -> Any:
         return decode_tree(self._documents[rank]["state"], self._finders[rank])
 
     def for_optimizer(self, optimizer: Any) -> Callable[[], Any]:
@@ -44,7 +60,7 @@ class SavedSchedulers:
         Refused if the saved states do not determine it.
         """
         groups = [] if optimizer is None else optimizer.param_groups
-        state, counts = self.of_rank(0), {len(document["rates"]) for document in self._documents}
+        state, counts = self._of_rank(0), {len(document["rates"]) for document in self._documents}
         same_count = counts == {len(groups)} or not groups
         # Lists can be rebuilt only if the base learning rates were those of the groups, which the optimizer restores.
         if groups and all(_has_rates_of_groups(document["state"], document["rates"]) for document in self._documents):

@@ -68,11 +68,11 @@ MAKES: dict[str, Make] = {
 class Rated:
     """A local pipeline whose optimizer has several groups, each with its own learning rate."""
 
-    def __init__(self, ranks: int, make: Make, groups: int = 2) -> None:
+    def __init__(self, ranks: int, make: Make, groups: int = 2, is_reversed: bool = False) -> None:
         self.pipe = penstock.Pipeline(chain(6), PLANS[ranks], loss_fn=nn.functional.mse_loss, local=True)
         own = list(self.pipe.parameters())
         parts = [{"params": own[place::groups], "lr": 0.1 / (1 + place)} for place in range(groups)]
-        self.optimizer = torch.optim.SGD(parts)
+        self.optimizer = torch.optim.SGD(parts[::-1] if is_reversed else parts)
         self.scheduler = make(self.optimizer)
 
     def rates(self, steps: int) -> list[list[float]]:
@@ -100,6 +100,17 @@ def test_another_plan_resumes_with_the_same_rates(name: str, tmp_path: Path) -> 
     assert first.rates(3) == expected[:3]
     first.save(tmp_path)
     assert Rated(1, MAKES[name]).load(tmp_path).rates(5) == expected[3:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["lambda", "steps", "chained"])
+def test_groups_in_another_order_resume_with_their_own_rates(name: str, tmp_path: Path) -> None:
+    whole, first = Rated(2, MAKES[name]), Rated(2, MAKES[name])
+    expected = whole.rates(8)
+    first.rates(3)
+    first.save(tmp_path)
+    found = Rated(2, MAKES[name], is_reversed=True).load(tmp_path).rates(5)
+    assert [rates[::-1] for rates in found] == expected[3:]
 
 
 @pytest.mark.filterwarnings("ignore")
