@@ -28,8 +28,8 @@ def measured(runs: dict[str, results.Run]) -> str:
         {table.date for name, run in shown.items() for table in run.tables if results.is_in_readme(name, table)}
     )
     text = (
-        f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each result and its "
-        "comparison are from one run. `B` is `.venv/bin/python -m benchmarks`."
+        f"On {' and '.join(machines)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Each row is from one run. "
+        "`B` is `.venv/bin/python -m benchmarks`."
     )
     return "\n".join((textwrap.fill(text, 120), "", *rows))
 
