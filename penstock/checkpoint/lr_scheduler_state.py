@@ -7,10 +7,11 @@ values of the training, which must be equal in all saved states, and its lists a
 restored optimizer.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.errors import CheckpointError, DamagedError
+from penstock.errors import CheckpointError, DamagedError, PenstockWarning
 from penstock.runtime import FindTensor, decode_tree
 
 _OPTION_OF = {"base_lrs": "initial_lr", "_last_lr": "lr"}
@@ -39,7 +40,7 @@ class SavedSchedulers:
         """A function that returns the state that a rank saved, for the same rank of the same plan.
 
         The optimizer restores its groups by their parameters. If they have another order now, the lists of the
-        scheduler are rebuilt from them, where that is possible.
+        scheduler are rebuilt from them. If they cannot be, a warning says that they keep the order of the checkpoint.
         """
         state, document = self._of_rank(rank), self._documents[rank]
         groups = [] if optimizer is None else optimizer.param_groups
@@ -47,6 +48,13 @@ class SavedSchedulers:
         def find() -> Any:
             has_other_order = groups and [group.get("initial_lr") for group in groups] != document["rates"]
             can_rebuild = _has_rates_of_groups(document["state"], document["rates"]) and not _has_other_lists(state)
+            if has_other_order and not can_rebuild:
+                warnings.warn(
+                    "the parameter groups have another order than in the checkpoint, and the scheduler's lists cannot "
+                    "be rebuilt for it\ntry: the groups in the order of the saved ones, or load without the scheduler",
+                    PenstockWarning,
+                    stacklevel=2,
+                )
             return _with_lists_of(state, groups) if has_other_order and can_rebuild else state
 
         return find

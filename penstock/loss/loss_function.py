@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from penstock.loss.find_losses import SINGLE, losses_of_function
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError
 from penstock.loss.samples import LARGE, SMALL_SCALE, SampleRange, artificial_output, join, sample_dims
 
+T = TypeVar("T")
 LossFn = Callable[[Any, Any], Any]
 _MAX_DEPTH = 4
 """references that are followed from a loss function to find its modules and tensors"""
@@ -136,28 +137,34 @@ class LossFunction:
             return result
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
-            # float64 where it costs little: weights that are not counted are only as exact as these gradients.
-            is_large = self.sample_size * sum(part.length for part in parts) > LARGE
-            failed: list[torch.dtype | None] = []
-            for dtype in self._dtypes:
-                if is_large and dtype is torch.float64:
-                    continue
-                try:
-                    result = evaluate_in(chosen, dtype)
-                except PenstockError:
-                    raise
-                except (RuntimeError, TypeError, ValueError):
-                    # It may need the dtype of a tensor of its own, such as class weights or a bfloat16 parameter.
-                    if dtype is None:
-                        raise
-                    failed.append(dtype)
-                else:
-                    self._dtypes = tuple(each for each in self._dtypes if each not in failed)
-                    return result
-            raise AssertionError("unreachable: the last dtype works or raises")
+            num_entries = self.sample_size * sum(part.length for part in parts)
+            return self.in_accepted_dtype(lambda dtype: evaluate_in(chosen, dtype), num_entries)
 
         with self._isolated():
             yield evaluate
+
+    def in_accepted_dtype(self, call: Callable[[torch.dtype | None], T], num_entries: int) -> T:
+        """The result of `call(dtype)` for the best dtype that the function accepts; None is that of the real outputs.
+
+        It may need the dtype of a tensor of its own, such as class weights or a bfloat16 parameter. float64 is best, as
+        weights that are not counted are only as exact as the gradients, but costs too much for many entries.
+        """
+        failed: list[torch.dtype | None] = []
+        for dtype in self._dtypes:
+            if num_entries > LARGE and dtype is torch.float64:
+                continue
+            try:
+                result = call(dtype)
+            except PenstockError:
+                raise
+            except (RuntimeError, TypeError, ValueError):
+                if dtype is None:
+                    raise
+                failed.append(dtype)
+            else:
+                self._dtypes = tuple(each for each in self._dtypes if each not in failed)
+                return result
+        raise AssertionError("unreachable: the last dtype works or raises")
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor
 
 from penstock.batches import Microbatch, longest, with_columns_of
-from penstock.capture import ROUNDING, Captured, LruCache, Recording, coarsest, in_precision, is_inexact, is_integer
+from penstock.capture import (
+    ROUNDING,
+    Captured,
+    LruCache,
+    Recording,
+    coarsest,
+    in_precision,
+    is_inexact,
+    is_integer,
+    tensors_in,
+)
 from penstock.errors import RunError
-from penstock.ir import choices_text, leaves, map_leaves
+from penstock.ir import choices_text, map_leaves
 from penstock.loss.detect_reduction import INSEPARABLE, Decision, ProbedLoss, decide, evaluated_weights, reduction_fits
 from penstock.loss.find_losses import SINGLE, loss_values, losses_of_function
 from penstock.loss.interactions import interaction_warnings
@@ -29,7 +39,6 @@ _FUNCTION = ""
 """the key of the decision about a loss function"""
 _SECOND_SCALE = 0.75
 """the scale of the copied output that stands for the second microbatch, whose own is not computed yet"""
-
 _MAX_COMPARISONS = 8
 """microbatches of the first step whose outputs are compared with those of the first one"""
 
@@ -195,15 +204,12 @@ class LossWeights:
             weights = known.reduction.weights(pieces)
             joined = join([first.output, second.output], sample_dims(first.output, size, preferred))
             both = _RealOutput(joined, Microbatch.join([first.microbatch, second.microbatch]))
-            dtype = torch.float32 if _num_entries(joined) > LARGE else torch.float64
-            try:
-                values = [self._value(each, dtype) for each in (first, second, both)]
-            except (RuntimeError, TypeError, ValueError):
-                # It may need the dtype of the real outputs.
-                values = [self._value(each, None) for each in (first, second, both)]
-                dtype = coarsest(
-                    [leaf.dtype for leaf in leaves(joined) if isinstance(leaf, Tensor) and is_inexact(leaf)]
-                )
+            values, dtype = self._function.in_accepted_dtype(
+                lambda dtype: ([self._value(each, dtype) for each in (first, second, both)], dtype),
+                _num_entries(joined),
+            )
+            if dtype is None:
+                dtype = coarsest([each.dtype for each in tensors_in(joined) if is_inexact(each)])
         except Exception:  # a function may not take any number of samples
             return
         losses = [weight * value for weight, value in zip(weights, values, strict=False) if weight]
@@ -425,7 +431,7 @@ class LossWeights:
 
 
 def _num_entries(output: Any) -> int:
-    return sum(leaf.numel() for leaf in leaves(output) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() for tensor in tensors_in(output))
 
 
 def _real_output(output: Any, microbatch: Microbatch) -> _RealOutput | None:

@@ -114,6 +114,15 @@ def test_groups_in_another_order_resume_with_their_own_rates(name: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_lists_that_cannot_follow_the_order_of_the_groups_cause_a_warning(tmp_path: Path) -> None:
+    first = Rated(2, MAKES["shifted"])
+    first.rates(3)
+    first.save(tmp_path)
+    with pytest.warns(penstock.PenstockWarning, match="groups have another order than in the checkpoint"):
+        Rated(2, MAKES["shifted"], is_reversed=True).load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["cyclic", "shifted", "linear, then cyclic"])
 def test_a_state_for_other_groups_is_refused_and_changes_nothing(name: str, tmp_path: Path) -> None:
     first = Rated(2, MAKES[name])

@@ -352,6 +352,21 @@ def test_padding_under_another_label_that_comes_later_is_noticed() -> None:
         torch.testing.assert_close(found, flat(own(X), target, ignore_index=0).detach(), rtol=1e-12, atol=0)
 
 
+def test_real_outputs_of_a_function_that_takes_float32_only_are_compared() -> None:
+    """Its mean over positive outputs is found by comparing microbatches, which must not need float64."""
+    x = torch.randn(6, 4)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, CLASSES))
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    matrix = torch.eye(CLASSES)
+
+    def loss_fn(y: Tensor, t: Tensor) -> Tensor:
+        return ((y - t) @ matrix)[y > 0].square().mean()
+
+    pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True)
+    with pytest.warns(UserWarning, match="not a weighted sum of the losses"):
+        pipe.step(x, target=torch.randn(6, CLASSES))
+
+
 def test_class_weights_in_float32_are_exact_for_outputs_of_lower_precision() -> None:
     """Autocast converts the outputs to float32, but it converts nothing to double precision."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, CLASSES))
